@@ -1,0 +1,378 @@
+"""Memory: one table of what is known and what is on its way."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal
+
+from asel.errors import InvalidRequestError
+from asel.kernel import Cfg
+from asel.keys import CacheKey
+from asel.outcomes import TuneReport
+from asel.pending import Pending as PendingTune
+from asel.scopes import Scope, Stack
+
+__all__ = [
+    "ChecksumState",
+    "ConfigCache",
+    "Done",
+    "Hit",
+    "Match",
+    "Miss",
+    "NoMatch",
+    "Pending",
+    "Provenance",
+    "ToBeVerified",
+    "Unchecked",
+    "overlay_cache",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The entry's checksum is the one that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoMatch:
+    """The entry was loaded, and then asked for with another checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToBeVerified:
+    """The entry was loaded; the first look-up that knows the checksum settles it."""
+
+    checksum: str
+
+
+ChecksumState = Match | NoMatch | ToBeVerified
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance(Generic[Cfg]):
+    """Where an entry came from."""
+
+    source: Literal["put", "autotune", "persistent"]
+    report: TuneReport[Cfg] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[Cfg]):
+    """An entry with an answer."""
+
+    cfg: Cfg
+    state: ChecksumState
+    provenance: Provenance[Cfg]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[Cfg]):
+    """An entry whose answer is on its way: the shared tune itself.
+
+    `previous` is what a retune is about to replace; until then it goes on answering.
+    """
+
+    tune: PendingTune[Any]
+    previous: Done[Cfg] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hit(Generic[Cfg]):
+    cfg: Cfg
+    provenance: Provenance[Cfg]
+
+
+@dataclass(frozen=True, slots=True)
+class Unchecked(Generic[Cfg]):
+    """There is a loaded entry, and the look-up did not say which checksum it expects."""
+
+    cfg: Cfg
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Miss(Generic[Cfg]):
+    """`stale` are the loaded entries this look-up found to be of another checksum, told once."""
+
+    stale: tuple[tuple[str, Done[Cfg]], ...] = ()
+
+
+Lookup = Hit[Cfg] | Unchecked[Cfg] | Pending[Cfg] | Miss[Cfg]
+Entry = Done[Cfg] | Pending[Cfg]
+Checksum = str | None
+"""None is the checksum of what a user put: it matches any."""
+
+_MISS: Miss[Any] = Miss()
+_overlays: Stack[Mapping[tuple[str, str, str], Any]] = Stack("asel_overlays")
+overlays_here = _overlays.frames
+without_overlays = _overlays.cleared
+
+
+class overlay_cache(Scope[Mapping[tuple[str, str, str], Any]]):
+    """Answer some keys with given configs, for the current task and those it starts.
+
+    Overlays nest, the innermost that holds a key wins, and nothing is written anywhere. Values of
+    None count as absent.
+    """
+
+    _stack = _overlays
+
+    def __init__(self, mapping: Mapping[tuple[str, str, str], Any]) -> None:
+        self._mapping = dict(mapping)
+
+    def _value(self) -> Mapping[tuple[str, str, str], Any]:
+        return self._mapping
+
+
+def overlaid(key: tuple[str, str, str]) -> Any:
+    """Return the config the innermost active overlay has for `key`, or None."""
+    for frame in reversed(overlays_here()):
+        if (cfg := frame.value.get(key)) is not None:
+            return cfg
+    return None
+
+
+class ConfigCache(Generic[Cfg]):
+    """What this process knows, by key and checksum. Safe to read and write from any thread.
+
+    `max_entries` bounds the answers held; the least recently used go first. Tunes in flight do not
+    count and are never evicted.
+    """
+
+    def __init__(self, max_entries: int | None = None) -> None:
+        if max_entries is not None and max_entries < 1:
+            raise InvalidRequestError(
+                f"ConfigCache: max_entries={max_entries} must be at least 1, or None for no bound"
+            )
+        self.max_entries = max_entries
+        self._lock = threading.RLock()
+        self._table: dict[CacheKey, dict[Checksum, Entry[Cfg]]] = {}
+        # Least recently used first; kept only where there is a bound.
+        self._recency: OrderedDict[tuple[CacheKey, Checksum], None] = OrderedDict()
+        # What `clear` removed and nothing has replaced: a chain may have been told not to tune it again.
+        self._cleared: set[tuple[CacheKey, Checksum]] = set()
+        # Moves with every change of an answer, so that whoever remembers one knows when to look again.
+        self.generation = 0
+
+    # What users know.
+
+    def get(self, dev: str, op_id: str, call_key: str) -> Cfg | None:
+        """Return the newest config for a key, an active overlay's before all, or None."""
+        key = CacheKey(dev, op_id, call_key)
+        if (cfg := overlaid(key)) is not None:
+            return cfg  # type: ignore[no-any-return]
+        with self._lock:
+            for checksum, entry in reversed(self._table.get(key, {}).items()):
+                done = _answering(entry)
+                if done is not None and not isinstance(done.state, NoMatch):
+                    self.touch(key, checksum)
+                    return done.cfg
+        return None
+
+    def put(self, dev: str, op_id: str, call_key: str, cfg: Cfg) -> None:
+        """Set the config for a key, whatever its checksum, replacing what was known."""
+        if cfg is None:
+            raise InvalidRequestError(f"ConfigCache.put: cfg for {op_id!r} is None, which means no config")
+        key = CacheKey(dev, op_id, call_key)
+        with self._lock:
+            for checksum, entry in list(self._table.get(key, {}).items()):
+                if isinstance(entry, Done):
+                    self._forget(key, checksum)
+                else:  # the tune goes on for its waiters, but no longer answers with an older config
+                    self._table[key][checksum] = replace(entry, previous=None)
+            self._write(key, None, Done(cfg, Match(), Provenance("put")))
+
+    def keys(self) -> list[CacheKey]:
+        """Return the keys that have a config."""
+        with self._lock:
+            return [key for key, slots in self._table.items() if any(map(_answering, slots.values()))]
+
+    def size(self) -> int:
+        """Return the number of configs held."""
+        with self._lock:
+            return sum(_answering(entry) is not None for slots in self._table.values() for entry in slots.values())
+
+    def clear(self) -> None:
+        """Forget every config. Tunes in flight go on and will be remembered."""
+        with self._lock:
+            for key, slots in list(self._table.items()):
+                for checksum, entry in list(slots.items()):
+                    if isinstance(entry, Pending):
+                        slots[checksum] = replace(entry, previous=None)
+                    else:
+                        self._forget(key, checksum)
+                        self._cleared.add((key, checksum))
+            self._recency.clear()
+            self.generation += 1
+
+    # What the chain asks.
+
+    def lookup(self, key: tuple[str, str, str], checksum: str | None = None) -> Lookup[Cfg]:
+        """Return what is known of a key, settling loaded entries the first time a checksum is known."""
+        key = CacheKey(*key)
+        with self._lock:
+            slots = self._table.get(key)
+            if not slots:
+                return _MISS
+            if checksum is None:
+                return self._newest(key, slots)
+            for candidate in (None, checksum):  # what a user put comes first
+                entry = slots.get(candidate)
+                if entry is None:
+                    continue
+                done = _answering(entry)
+                if done is None:
+                    return entry  # type: ignore[return-value]
+                if not isinstance(done.state, Match):
+                    done = self._settle(key, checksum, entry, Match())
+                self.touch(key, candidate)
+                return Hit(done.cfg, done.provenance)
+            return self._missed(key, slots)
+
+    def peek(self, key: tuple[str, str, str], checksum: str) -> Lookup[Cfg]:
+        """Return what `lookup` would, changing nothing."""
+        with self._lock:
+            slots = self._table.get(CacheKey(*key), {})
+            entry = slots.get(None) or slots.get(checksum)
+            done = None if entry is None else _answering(entry)
+            if done is not None:
+                return Hit(done.cfg, done.provenance)
+            return _MISS if entry is None else entry  # type: ignore[return-value]
+
+    def load(self, key: tuple[str, str, str], checksum: str, cfg: Cfg, report: TuneReport[Cfg] | None = None) -> None:
+        """Take in an entry from elsewhere; its checksum is still to be verified."""
+        key = CacheKey(*key)
+        with self._lock:
+            if self._table.get(key, {}).get(checksum) is None:
+                self._write(key, checksum, Done(cfg, ToBeVerified(checksum), Provenance("persistent", report)))
+
+    def remember(self, key: CacheKey, checksum: str, cfg: Cfg, provenance: Provenance[Cfg]) -> None:
+        """Keep a verified answer."""
+        with self._lock:
+            entry = self._table.get(key, {}).get(checksum)
+            done = Done(cfg, Match(), provenance)
+            if isinstance(entry, Pending):  # a tune in flight stays in flight
+                self._table[key][checksum] = replace(entry, previous=done)
+                self.generation += 1  # no place in the order of use: it lasts until the tune ends
+            else:
+                self._write(key, checksum, done)
+
+    def begin(
+        self, key: CacheKey, checksum: str, make: Callable[[], PendingTune[Any]]
+    ) -> tuple[PendingTune[Any], bool]:
+        """Return the tune in flight for a key, and whether it was begun just now.
+
+        Looking and inserting are one step, so a key never has two.
+        """
+        with self._lock:
+            entry = self._table.setdefault(key, {}).get(checksum)
+            if isinstance(entry, Pending):
+                return entry.tune, False
+            tune = make()
+            self._table[key][checksum] = Pending(tune, entry)
+            return tune, True
+
+    def finish(
+        self, key: CacheKey, checksum: str, tune: PendingTune[Any], done: Done[Cfg] | None, *, replace_put: bool = False
+    ) -> None:
+        """Replace a tune in flight by its answer, or by what was there before it.
+
+        What a user put meanwhile stays in force, unless the tune was asked for on purpose
+        (`replace_put`).
+        """
+        with self._lock:
+            entry = self._table.get(key, {}).get(checksum)
+            if not isinstance(entry, Pending) or entry.tune is not tune:
+                return
+            if replace_put and done is not None:
+                self._forget(key, None)
+            answer = done or entry.previous
+            self._forget(key, checksum)
+            if answer is not None:
+                self._write(key, checksum, answer)
+
+    def was_cleared(self, key: CacheKey, checksum: str) -> bool:
+        """Tell whether the user removed this entry and nothing has replaced it."""
+        return (key, checksum) in self._cleared
+
+    def pending(self) -> list[tuple[CacheKey, str, PendingTune[Any]]]:
+        """Return the tunes in flight."""
+        with self._lock:
+            return [
+                (key, checksum or "", entry.tune)
+                for key, slots in self._table.items()
+                for checksum, entry in slots.items()
+                if isinstance(entry, Pending)
+            ]
+
+    def touch(self, key: CacheKey, checksum: Checksum) -> None:
+        """Count an entry as used just now."""
+        if self.max_entries is not None:
+            with self._lock:
+                if (key, checksum) in self._recency:
+                    self._recency.move_to_end((key, checksum))
+
+    def _newest(self, key: CacheKey, slots: dict[Checksum, Entry[Cfg]]) -> Lookup[Cfg]:
+        for checksum, entry in reversed(slots.items()):
+            done = _answering(entry)
+            if done is None:
+                return entry  # type: ignore[return-value]
+            if isinstance(done.state, Match):
+                self.touch(key, checksum)
+                return Hit(done.cfg, done.provenance)
+            if isinstance(done.state, ToBeVerified):
+                return Unchecked(done.cfg, done.state.checksum)
+        return _MISS
+
+    def _missed(self, key: CacheKey, slots: dict[Checksum, Entry[Cfg]]) -> Miss[Cfg]:
+        stale = []
+        for checksum, entry in list(slots.items()):
+            done = _answering(entry)
+            if done is not None and isinstance(done.state, ToBeVerified):
+                stale.append((done.state.checksum, done))
+                self._settle(key, checksum, entry, NoMatch())
+        return Miss(tuple(stale)) if stale else _MISS
+
+    def _settle(self, key: CacheKey, checksum: Checksum, entry: Entry[Cfg], state: ChecksumState) -> Done[Cfg]:
+        done = _answering(entry)
+        assert done is not None
+        settled = replace(done, state=state)
+        self._table[key][checksum] = settled if isinstance(entry, Done) else replace(entry, previous=settled)
+        self.generation += 1
+        return settled
+
+    def _write(self, key: CacheKey, checksum: Checksum, done: Done[Cfg]) -> None:
+        slots = self._table.setdefault(key, {})
+        slots.pop(checksum, None)  # so that the newest is last
+        slots[checksum] = done
+        self._cleared.discard((key, checksum))
+        self.generation += 1
+        if self.max_entries is not None:
+            self._recency[(key, checksum)] = None
+            self._recency.move_to_end((key, checksum))
+            while len(self._recency) > self.max_entries:
+                self._evict(*next(iter(self._recency)))
+
+    def _evict(self, key: CacheKey, checksum: Checksum) -> None:
+        entry = self._table[key][checksum]
+        if isinstance(entry, Pending):  # a retune is under way: its old answer goes, the tune stays
+            self._table[key][checksum] = replace(entry, previous=None)
+            self._recency.pop((key, checksum))
+            self.generation += 1
+        else:
+            self._forget(key, checksum)
+
+    def _forget(self, key: CacheKey, checksum: Checksum) -> None:
+        slots = self._table.get(key, {})
+        if slots.pop(checksum, None) is not None:
+            self.generation += 1
+        self._recency.pop((key, checksum), None)
+        if not slots:
+            self._table.pop(key, None)
+
+
+def _answering(entry: Entry[Cfg]) -> Done[Cfg] | None:
+    return entry if isinstance(entry, Done) else entry.previous

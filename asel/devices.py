@@ -1,0 +1,120 @@
+"""What hardware and software an answer belongs to."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Settings", "current_settings", "default_device", "device_fingerprint", "environment", "platform_of"]
+
+# The vector extensions that change which block sizes win, widest first within a family.
+_VECTOR_FEATURES = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "avx", "sse4_2", "sve2", "sve", "asimd", "neon")
+
+
+class Settings(NamedTuple):
+    """The caller's JAX settings that change what a kernel compiles to.
+
+    JAX keeps them per thread, so a tune re-enters them in the threads it works in.
+    """
+
+    x64: bool
+    matmul_precision: str | None
+    default_device: Any
+
+
+def current_settings() -> Settings:
+    """Return the settings of the calling thread."""
+    import jax
+
+    config: Any = jax.config
+    return Settings(config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device)
+
+
+def default_device() -> Any:
+    """Return the device JAX would place a new array on."""
+    import jax
+
+    config: Any = jax.config
+    chosen = config.jax_default_device
+    if chosen is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
+
+
+def device_fingerprint(dev: Any = None) -> str:
+    """Return text that is equal for equal hardware: `kind|platform version`.
+
+    JAX calls every CPU "cpu", so for those the model, the cores this process may use and the
+    vector features stand in for the kind. Without `dev`, the default device is meant.
+    """
+    return _fingerprint(default_device() if dev is None else dev)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fingerprint(dev: Any) -> str:
+    kind = getattr(dev, "device_kind", None) or getattr(dev, "platform", "unknown")
+    version = getattr(getattr(dev, "client", None), "platform_version", "")
+    if kind == "cpu":
+        kind = f"cpu {host_cpu()}"
+    return f"{kind}|{' '.join(version.split())}"
+
+
+@functools.cache
+def host_cpu() -> str:
+    """Return this machine's CPU as `model, cores, vector features`."""
+    try:
+        described = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        described = ""
+    return describe_cpu(described, _usable_cores())
+
+
+def describe_cpu(cpuinfo: str, cores: int) -> str:
+    """Return `model, cores, vector features` from the text of Linux's /proc/cpuinfo.
+
+    Elsewhere the text is empty and what Python knows of the processor has to do.
+    """
+    facts: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            facts.setdefault(name.strip().lower(), value.strip())
+    model = facts.get("model name") or " ".join(
+        facts[part] for part in ("cpu implementer", "cpu part", "cpu variant") if part in facts
+    )
+    # Cloud machines share one model name over several generations; the family tells them apart.
+    stepping = "/".join(facts[part] for part in ("cpu family", "model", "stepping") if part in facts)
+    flags = set((facts.get("flags") or facts.get("features") or "").split())
+    features = [feature for feature in _VECTOR_FEATURES if feature in flags]
+    described = [re.sub(r"\s+", " ", model) or platform.processor() or platform.machine()]
+    described += [stepping] if stepping else []
+    return ", ".join([*described, f"{cores} cores", "+".join(features) or platform.machine()])
+
+
+def _usable_cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def platform_of(dev: Any) -> str:
+    """Return `gpu`, `tpu`, `cpu`, or the platform's own name: what method variants are named after."""
+    name = str(getattr(dev, "platform", "unknown")).lower()
+    return "gpu" if name in ("gpu", "cuda", "rocm") else name
+
+
+def environment(dev: Any) -> dict[str, str]:
+    """Return the software a measurement was made with."""
+    version = getattr(getattr(dev, "client", None), "platform_version", "")
+    return {**_installed(), "platform_version": " ".join(version.split())}
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    return {package: metadata.version(package) for package in ("jax", "jaxlib")}

@@ -1,0 +1,81 @@
+"""What can go wrong, as a tree:
+
+    AselError
+    |- InvalidRequestError (ValueError)
+    |  '- UnstableKeyError          .argument
+    |- NoConfigError (RuntimeError)       .key .declined
+    |- TuningError (RuntimeError)         .key .outcomes
+    |- StoreError (OSError)               .location
+    '- SelectorClosedError (RuntimeError)
+
+Every message says what happened, to what, and the next step; the attributes hold the same facts.
+All of them copy and pickle, because each waiter of a shared tune raises a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asel.keys import CacheKey
+    from asel.outcomes import Outcome
+
+__all__ = [
+    "AselError",
+    "InvalidRequestError",
+    "NoConfigError",
+    "SelectorClosedError",
+    "StoreError",
+    "TuningError",
+    "UnstableKeyError",
+]
+
+
+class AselError(Exception):
+    """The root of everything asel raises on its own account."""
+
+
+class InvalidRequestError(AselError, ValueError):
+    """A request could not be understood; nothing was changed."""
+
+
+class UnstableKeyError(InvalidRequestError):
+    """An argument has no identity that another process would agree on."""
+
+    def __init__(self, message: str, *, argument: str = "") -> None:
+        super().__init__(message)
+        self.argument = argument
+
+
+class NoConfigError(AselError, RuntimeError):
+    """Every tier declined."""
+
+    def __init__(self, message: str, *, key: CacheKey | None = None, declined: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        self.declined = dict(declined or {})
+
+
+class TuningError(AselError, RuntimeError):
+    """A tune ended without a single usable measurement.
+
+    Its cause is an ExceptionGroup of what the candidates raised, where they raised something.
+    """
+
+    def __init__(self, message: str, *, key: CacheKey | None = None, outcomes: Sequence[Outcome[Any]] = ()) -> None:
+        super().__init__(message)
+        self.key = key
+        self.outcomes = tuple(outcomes)
+
+
+class StoreError(AselError, OSError):
+    """A store could not be read or written."""
+
+    def __init__(self, message: str, *, location: str = "") -> None:
+        super().__init__(message)
+        self.location = location
+
+
+class SelectorClosedError(AselError, RuntimeError):
+    """The chain was closed before there was an answer."""

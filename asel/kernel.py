@@ -1,0 +1,210 @@
+"""What a caller brings: a kernel, and one call of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Cfg", "FunctionKernel", "Invocation", "Kernel", "Out", "bind", "kernel", "key_builder_of", "variant"]
+
+Cfg = TypeVar("Cfg")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation(Generic[Cfg, Out]):
+    """One call of a kernel: the arguments it would run with.
+
+    The fields and their order are ejKernel's, whose own objects are accepted in its place.
+    `method="shard_map"` runs the kernel under `jax.shard_map` with the given mesh and specs.
+    """
+
+    op_id: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch_axes: Mapping[str, int] | None = None
+    override_cfg: Cfg | None = None
+    stamp: bool = True
+    method: str | None = None
+    mesh: Any = None
+    in_specs: Any = None
+    out_specs: Any = None
+    check_vma: bool = False
+
+
+class Kernel(Generic[Cfg, Out]):
+    """A computation that can run with more than one config.
+
+    A duck type: any object with `op_id`, `run`, `heuristic_cfg` and `candidate_cfgs` will do. Each
+    of the three methods may have variants for a platform (`run_gpu`), for `shard_map`
+    (`run_shard_map`) or for both (`run_shard_map_gpu`); the most specific one is used.
+
+    Raise `version` when the implementation changes: what was tuned before then no longer applies.
+    """
+
+    op_id: str
+    version: str = "0"
+    key_builder: Callable[..., Any] | None = None
+    """Replaces the call signature: takes the invocation, returns what its answer depends on."""
+    buckets: Mapping[str, Sequence[int]] | None = None
+    """Coarsens the signature: `{"q.shape[1]": powers_of_two(128, 32768)}`."""
+
+    def __init__(self, op_id: str | None = None) -> None:
+        if op_id is not None:
+            self.op_id = op_id
+        elif not getattr(self, "op_id", None):
+            self.op_id = f"{type(self).__module__}.{type(self).__qualname__}"
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn what the user passed into what `run` takes."""
+        return args, kwargs
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        raise NotImplementedError(f"{type(self).__qualname__} has no run method")
+
+    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        raise NotImplementedError(f"{type(self).__qualname__} has no heuristic_cfg method")
+
+    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
+        return (self.heuristic_cfg(inv),)
+
+
+class FunctionKernel(Kernel[Cfg, Out]):
+    """A kernel made of a function that takes `cfg` as a keyword."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Out],
+        op_id: str,
+        configs: Sequence[Cfg] | Callable[[Invocation[Cfg, Out]], Iterable[Cfg]],
+        heuristic: Cfg | Callable[[Invocation[Cfg, Out]], Cfg] | None,
+        version: str,
+        key_builder: Callable[..., Any] | None,
+        buckets: Mapping[str, Sequence[int]] | None,
+    ) -> None:
+        super().__init__(op_id)
+        self.fn = fn
+        self.version = version
+        self.key_builder = key_builder
+        self.buckets = buckets
+        self._configs = configs
+        self._heuristic = heuristic
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Out:
+        return self.fn(*args, **kwargs)
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        return self.fn(*args, cfg=cfg, **kwargs)
+
+    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        if self._heuristic is None:
+            raise NotImplementedError(f"kernel {self.op_id!r} was made without a heuristic")
+        if _is_function(self._heuristic):
+            return self._heuristic(inv)  # type: ignore[operator]
+        return self._heuristic  # type: ignore[return-value]
+
+    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
+        return self._configs(inv) if callable(self._configs) else self._configs
+
+
+def kernel(
+    *,
+    op_id: str | None = None,
+    configs: Sequence[Cfg] | Callable[[Invocation[Cfg, Any]], Iterable[Cfg]],
+    heuristic: Cfg | Callable[[Invocation[Cfg, Any]], Cfg] | None = None,
+    version: str = "0",
+    key_builder: Callable[..., Any] | None = None,
+    buckets: Mapping[str, Sequence[int]] | None = None,
+) -> Callable[[Callable[..., Out]], FunctionKernel[Cfg, Out]]:
+    """Make a kernel of a function that takes `cfg` as a keyword argument.
+
+    `configs` and `heuristic` are values, or functions of the invocation. The kernel can still be
+    called as the function it was.
+    """
+
+    def make(fn: Callable[..., Out]) -> FunctionKernel[Cfg, Out]:
+        name = op_id or f"{fn.__module__}.{fn.__qualname__}"
+        return FunctionKernel(fn, name, configs, heuristic, version, key_builder, buckets)
+
+    return make
+
+
+def _is_function(value: Any) -> bool:
+    # A config may be callable in its own right; only what is plainly a function is called.
+    return inspect.isroutine(value) or isinstance(value, functools.partial)
+
+
+def variant(kernel: Any, method: str, platform: str, context: str | None) -> Callable[..., Any] | None:
+    """Return the most specific form of `method` this kernel has, or None where it has none.
+
+    The stubs of a base class count as none.
+    """
+    suffixes = [f"_{context}_{platform}", f"_{context}"] if context else []
+    for suffix in (*suffixes, f"_{platform}", ""):
+        found = getattr(kernel, method + suffix, None)
+        if callable(found) and getattr(found, "__func__", None) is not getattr(Kernel, method, None):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def key_builder_of(kernel: Any) -> Callable[[Any], Any] | None:
+    """Return the kernel's key builder as a function of the invocation alone.
+
+    A plain function in a class body turns into a method when it is looked up. Whether `self` was
+    meant to be its first parameter shows in how many it has.
+    """
+    builder = getattr(kernel, "key_builder", None)
+    if builder is None or not inspect.ismethod(builder):
+        return builder
+    try:
+        inspect.signature(builder).bind(object())
+    except TypeError:
+        return builder.__func__
+    return builder
+
+
+def bind(kernel: Any, inv: Any, platform: str, cfg: Any) -> Callable[..., Any]:
+    """Return the function of the invocation's arguments that runs `kernel` with `cfg`."""
+    if inv.method == "shard_map":
+        return _bind_shard_map(kernel, inv, platform, cfg)
+    run = variant(kernel, "run", platform, None) or kernel.run
+    return functools.partial(run, cfg=cfg)
+
+
+def _bind_shard_map(kernel: Any, inv: Any, platform: str, cfg: Any) -> Callable[..., Any]:
+    wrapper = getattr(kernel, "create_shard_map_wrapper", None)
+    if wrapper is not None:
+        # ejKernel's protocol: the kernel wraps itself, and may want the last word on the outputs.
+        def run_wrapped(*args: Any, **kwargs: Any) -> Any:
+            mapped, call_args, *callback = wrapper(
+                *args,
+                cfg=cfg,
+                mesh=inv.mesh,
+                in_specs=inv.in_specs,
+                out_specs=inv.out_specs,
+                check_vma=inv.check_vma,
+                **kwargs,
+            )
+            outputs = mapped(*call_args)
+            return callback[0](outputs, cfg=cfg) if callback and callback[0] is not None else outputs
+
+        return run_wrapped
+
+    run = variant(kernel, "run", platform, "shard_map") or kernel.run
+
+    def run_mapped(*args: Any, **kwargs: Any) -> Any:
+        import jax
+
+        return jax.shard_map(
+            functools.partial(run, cfg=cfg, **kwargs),
+            mesh=inv.mesh,
+            in_specs=inv.in_specs,
+            out_specs=inv.out_specs,
+            check_vma=inv.check_vma,
+        )(*args)
+
+    return run_mapped

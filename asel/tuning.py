@@ -1,0 +1,265 @@
+"""The tunes of one chain: how they begin, who carries them, and how each one ends.
+
+An open chain's task group owns its tunes and callers only wait. Without one, a tune runs inside
+its first caller, and whoever waits next carries on if that caller is cancelled. Either way the
+entry in the cache is the tune, and it is replaced before the waiters are woken: the next caller
+finds one or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Generic
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
+from asel.errors import SelectorClosedError, TuningError
+from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, Event, Persisted, StoreFailed
+from asel.kernel import Cfg
+from asel.keys import CacheKey, Memo
+from asel.outcomes import Failed, Measured, Skipped, TuneReport
+from asel.pending import Pending
+from asel.persistent import Persistence
+from asel.policy import AutotunePolicy
+from asel.threads import Busy
+from asel.tuner import TuneJob, Tunes
+
+__all__ = ["Tune", "Tuning", "inside_a_tune"]
+
+_inside: ContextVar[bool] = ContextVar("asel_inside_a_tune", default=False)
+inside_a_tune = _inside.get
+"""True in a tune and in whatever its candidates call: waiting for a tune from there could wait for itself."""
+
+_REMEMBERED = 65_536
+
+
+class Tune(Pending[Done[Cfg]]):
+    """One tune in flight."""
+
+    def __init__(self, job: TuneJob[Cfg], policy: AutotunePolicy, *, owned: bool, on_purpose: bool) -> None:
+        super().__init__(job.id)
+        self.job = job
+        self.policy = policy
+        self.owned = owned
+        self.on_purpose = on_purpose
+        self.started: float | None = None
+
+
+class Tuning(Generic[Cfg]):
+    """Begins, carries and ends tunes."""
+
+    def __init__(
+        self,
+        cache: ConfigCache[Cfg],
+        tuner: Tunes[Cfg],
+        store: Persistence[Cfg] | None,
+        emit: Callable[[Event], None],
+        now: Callable[[], float],
+        store_timeout_s: float,
+    ) -> None:
+        self._cache = cache
+        self._tuner = tuner
+        self._store = store
+        self._emit = emit
+        self._now = now
+        self._store_timeout_s = store_timeout_s
+        self._tasks: TaskGroup | None = None
+        self._running: dict[Tune[Cfg], None] = {}
+        self._left_behind: list[Busy] = []
+        self._changed = anyio.Event()
+        # What this chain has tuned, and which keys must wait until when: by key and checksum.
+        self._tuned: Memo[bool] = Memo(_REMEMBERED)
+        self._failures: Memo[tuple[float, str]] = Memo(_REMEMBERED)
+
+    # Who carries.
+
+    def open(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+
+    @property
+    def owns_tunes(self) -> bool:
+        return self._tasks is not None
+
+    def begin(
+        self, job: TuneJob[Cfg], policy: AutotunePolicy, *, background: bool = False, on_purpose: bool = False
+    ) -> tuple[Tune[Cfg], bool]:
+        """Return the tune in flight for the job's key, and whether it is this one."""
+        make = partial(Tune, job, policy, owned=self.owns_tunes, on_purpose=on_purpose)
+        pending, begun = self._cache.begin(job.key, job.checksum, make)
+        tune: Tune[Cfg] = pending  # type: ignore[assignment]
+        if begun:
+            self._running[tune] = None
+            tune.started = self._now()
+            self._emit(
+                AutotuneStart(
+                    key=job.key,
+                    start=tune.started,
+                    end=tune.started,
+                    tune_id=job.id,
+                    candidates=len(job.candidates),
+                    objective=job.objective,
+                    background=background,
+                )
+            )
+            if self._tasks is not None:
+                self._tasks.start_soon(self._run, tune, name=f"asel tune of {job.key.op_id}")
+        return tune, begun
+
+    async def wait(self, tune: Tune[Cfg]) -> Done[Cfg]:
+        """Return what a tune found.
+
+        Raises:
+            TuningError: nothing could be measured.
+            SelectorClosedError: its chain was closed.
+        """
+        if tune.owned:
+            return await tune.wait()
+        return await tune.carry(partial(self._run, tune), partial(self._abandon, tune))
+
+    async def settled(self) -> None:
+        """Return once no tune is in flight."""
+        while owned := [tune for tune in self._running if tune.owned]:
+            await owned[0].until_ended()
+
+    # How it goes.
+
+    async def _run(self, tune: Tune[Cfg]) -> None:
+        token = _inside.set(True)
+        try:
+            with without_overlays():
+                report = await self._tuner.tune(tune.job)
+                done = await self._keep(tune, report)
+        except Exception as error:
+            self._fail(tune, error)
+        except BaseException:
+            if tune.owned:  # nobody will carry on
+                self._close(tune)
+            raise
+        else:
+            self._succeed(tune, done)
+        finally:
+            _inside.reset(token)
+
+    async def _keep(self, tune: Tune[Cfg], report: TuneReport[Cfg]) -> Done[Cfg]:
+        """Store what was found; where another writer was first, adopt what it found."""
+        done = Done(report.winner, Match(), Provenance("autotune", report))
+        if self._store is None:
+            return done
+        start = self._now()
+        # Shielded, because the result is paid for; bounded, because a store may hang.
+        with anyio.move_on_after(self._store_timeout_s, shield=True):
+            try:
+                stored = await self._store.save(report, replace=tune.on_purpose)
+            except Exception as error:
+                self._emit(store_failed(tune.job.key, "put", start, self._now(), error))
+                return done
+            self._emit(
+                Persisted(
+                    key=tune.job.key,
+                    start=start,
+                    end=self._now(),
+                    tune_id=tune.id,
+                    cfg=stored.cfg,
+                    adopted=stored.adopted,
+                )
+            )
+            return Done(stored.cfg, Match(), Provenance("autotune", report)) if stored.adopted else done
+        late = TimeoutError(f"the store did not answer within {self._store_timeout_s:g} s")
+        self._emit(store_failed(tune.job.key, "put", start, self._now(), late))
+        return done
+
+    # How it ends: each of these is one step, with no await in it.
+
+    def _succeed(self, tune: Tune[Cfg], done: Done[Cfg]) -> None:
+        job = tune.job
+        self._end(tune, done)
+        self._tuned.put((job.key, job.checksum), True)
+        outcomes = list(job.outcomes.values())
+        self._emit(
+            AutotuneFinish(
+                key=job.key,
+                start=tune.started or 0.0,
+                end=self._now(),
+                tune_id=job.id,
+                cfg=done.cfg,
+                measured=sum(isinstance(outcome, Measured) for outcome in outcomes),
+                failed=sum(isinstance(outcome, Failed) for outcome in outcomes),
+                skipped=sum(isinstance(outcome, Skipped) for outcome in outcomes),
+            )
+        )
+        tune.succeed(done)
+
+    def _fail(self, tune: Tune[Cfg], error: Exception) -> None:
+        job, now = tune.job, self._now()
+        if not isinstance(error, TuningError):
+            wrapped = TuningError(
+                f"tuning {job.key.op_id!r} broke off: {type(error).__name__}: {error}",
+                key=job.key,
+                outcomes=tuple(job.outcomes.values()),
+            )
+            wrapped.__cause__ = error
+            error = wrapped
+        retry_at = now + tune.policy.retry_after_s
+        self._failures.put((job.key, job.checksum), (retry_at, str(error)))
+        self._end(tune, None)
+        self._emit(
+            AutotuneFailed(
+                key=job.key,
+                start=tune.started or 0.0,
+                end=now,
+                tune_id=job.id,
+                error_type=type(error.__cause__ or error).__name__,
+                message=str(error),
+                retry_at=retry_at,
+            )
+        )
+        tune.fail(error)
+
+    def _close(self, tune: Tune[Cfg]) -> None:
+        self._end(tune, None)
+        tune.fail(SelectorClosedError(f"the chain was closed while {tune.job.key.op_id!r} was being tuned"))
+
+    def _abandon(self, tune: Tune[Cfg]) -> None:
+        self._end(tune, None)
+
+    def _end(self, tune: Tune[Cfg], done: Done[Cfg] | None) -> None:
+        job = tune.job
+        self._cache.finish(job.key, job.checksum, tune, done, replace_put=tune.on_purpose)
+        self._running.pop(tune, None)
+        self._left_behind = [thread for thread in (*self._left_behind, *job.left_behind) if thread.alive]
+
+    def close(self) -> int:
+        """Wake every waiter with SelectorClosedError; return how many tunes that cut short."""
+        running = list(self._running)
+        self._tasks = None
+        for tune in running:
+            tune.fail(SelectorClosedError(f"the chain was closed while {tune.job.key.op_id!r} was being tuned"))
+            self._cache.finish(tune.job.key, tune.job.checksum, tune, None)
+        return len(running)
+
+    def still_busy(self) -> tuple[str, ...]:
+        """Name the steps whose threads have not come back."""
+        threads = [*self._left_behind, *(thread for tune in self._running for thread in tune.job.left_behind)]
+        return tuple(dict.fromkeys(thread.what for thread in threads if thread.alive))
+
+    # What it remembers.
+
+    def has_tuned(self, key: CacheKey, checksum: str) -> bool:
+        return self._tuned.get((key, checksum)) is not None
+
+    def failure(self, key: CacheKey, checksum: str) -> tuple[float, str] | None:
+        """Return how long a failed key has to wait yet, and why it failed; None if it may be tuned."""
+        failed = self._failures.get((key, checksum))
+        if failed is None or failed[0] <= self._now():
+            return None
+        return failed[0] - self._now(), failed[1]
+
+
+def store_failed(key: CacheKey, operation: str, start: float, end: float, error: Exception) -> StoreFailed:
+    return StoreFailed(
+        key=key, start=start, end=end, operation=operation, error_type=type(error).__name__, message=str(error)
+    )
