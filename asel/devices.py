@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,10 +58,9 @@ def device_fingerprint(dev: Any = None) -> str:
 @functools.lru_cache(maxsize=1024)
 def _fingerprint(dev: Any) -> str:
     kind = getattr(dev, "device_kind", None) or getattr(dev, "platform", "unknown")
-    version = getattr(getattr(dev, "client", None), "platform_version", "")
     if kind == "cpu":
         kind = f"cpu {host_cpu()}"
-    return f"{kind}|{' '.join(version.split())}"
+    return f"{kind}|{_platform_version(dev)}"
 
 
 @functools.cache
@@ -111,10 +109,11 @@ def platform_of(dev: Any) -> str:
 
 def environment(dev: Any) -> dict[str, str]:
     """Return the software a measurement was made with."""
-    version = getattr(getattr(dev, "client", None), "platform_version", "")
-    return {**_installed(), "platform_version": " ".join(version.split())}
+    import jax
+    import jaxlib
+
+    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "platform_version": _platform_version(dev)}
 
 
-@functools.cache
-def _installed() -> dict[str, str]:
-    return {package: metadata.version(package) for package in ("jax", "jaxlib")}
+def _platform_version(dev: Any) -> str:
+    return " ".join(str(getattr(getattr(dev, "client", None), "platform_version", "")).split())

@@ -1,0 +1,28 @@
+"""Both backends, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from asel.registry import clear_invocations
+from asel.testing import virtual_backend
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request):
+    """Every async test runs on both backends, and never really sleeps."""
+    return virtual_backend(request.param)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def real_backend(request):
+    """For tests of threads, files and processes: both backends, in real time."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _fresh_registry(monkeypatch):
+    monkeypatch.delenv("ASEL_AUTOTUNE", raising=False)
+    clear_invocations()
+    yield
+    clear_invocations()
