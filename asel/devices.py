@@ -110,9 +110,9 @@ def platform_of(dev: Any) -> str:
 def environment(dev: Any) -> dict[str, str]:
     """Return the software a measurement was made with."""
     import jax
-    import jaxlib
+    import jaxlib.version
 
-    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "platform_version": _platform_version(dev)}
+    return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "platform_version": _platform_version(dev)}
 
 
 def _platform_version(dev: Any) -> str:
