@@ -309,11 +309,12 @@ class ConfigCache(Generic[Cfg]):
             ]
 
     def touch(self, key: CacheKey, checksum: Checksum) -> None:
-        """Count an entry as used just now."""
+        """Count what answers for a key and checksum as used just now."""
         if self.max_entries is not None:
             with self._lock:
-                if (key, checksum) in self._recency:
-                    self._recency.move_to_end((key, checksum))
+                for slot in ((key, None), (key, checksum)):
+                    if slot in self._recency:
+                        self._recency.move_to_end(slot)
 
     def _newest(self, key: CacheKey, slots: dict[Checksum, Entry[Cfg]]) -> Lookup[Cfg]:
         for checksum, entry in reversed(slots.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -130,7 +131,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._streams: list[EventStream] = []
         self._seen_outside: Memo[bool] = Memo(65_536)
         # Calls that `choose_nowait` left for the loop, each key once.
-        self._inbox: deque[_Call] = deque()
+        self._inbox: deque[tuple[Context, _Call]] = deque()
+        self._mail = anyio.Event()
         self._queued: set[tuple[CacheKey, str]] = set()
         self._caught_up = anyio.Event()
 
@@ -171,6 +173,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return await self._walk(self._call(inv, kernel, self._keys.resolve(inv, kernel)))
 
     async def _walk(self, call: _Call) -> Selection[Cfg]:
+        if self._tasks is None:  # not bound to a loop, so each caller may bring another
+            self._loop = LoopHandle()
+            call.start = self._loop.now()
         return (
             self._override(call)
             or self._overlay(call)
@@ -270,8 +275,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     async def _autotune(self, call: _Call) -> Selection[Cfg] | None:
         # The store was awaited since memory was asked; a tune may have ended in between.
-        if self._store is not None and (answer := self._memory(call)) is not None:
-            return answer
+        if self._store is not None:
+            if (answer := self._memory(call)) is not None:
+                return answer
+            self._refuse_if_closed(call.key)
         if call.known.traced or inside_a_tune():
             # Nothing is measured with tracers; and a tune that waits for a tune may wait for itself.
             return self._later(call)
@@ -291,6 +298,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if not policy.allow_heuristics:
                 raise
             return call.decline("autotune", f"the tune failed: {error}")
+        except SelectorClosedError:
+            if self._closed:
+                raise
+            # The tune was another chain's, over the same cache. Its closing is not ours.
+            return await self._autotune(call)
         if done is None:
             return call.decline("autotune", f"no answer within wait_s={policy.wait_s:g}")
         return call.answer("autotune", done.cfg, done.provenance.report)
@@ -322,9 +334,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         says.append(_says("memory", hit, "known", _why_memory_declines(found)))
         says.append(await self._explain_persistent(call))
         why_not = self._why_not_tune(call)
-        would = "would join the tune in flight" if isinstance(found, Pending) else "would tune"
         behind = call.policy.cache_miss_fallback == "background"
-        would += f" {len(call.known.candidates)} candidates" + (" in the background" if behind else "")
+        would = f"would tune {len(call.known.candidates)} candidates" + (" in the background" if behind else "")
+        if isinstance(found, Pending):
+            would = f"tune {found.tune.id} is in flight"
         says.append(TierSays("autotune", None, would if why_not is None else why_not))
         guess = call.known.heuristic if call.policy.allow_heuristics else None
         why = call.known.no_heuristic if call.policy.allow_heuristics else "heuristics are off"
@@ -365,7 +378,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     async def settled(self) -> None:
         """Return once every tune this chain has in flight or in its queue has ended."""
-        self._drain()
         while self._queued:
             await self._caught_up.wait()
         await self._tuning.settled()
@@ -404,6 +416,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tuning.open(self._tasks)
+        self._tasks.start_soon(self._serve_inbox, self._tasks)
         return self
 
     async def __aexit__(
@@ -437,8 +450,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 stream.end()
 
     def _call(self, inv: Any, kernel: Any, known: Resolved[Any], *, quiet: bool = False) -> _Call:
-        if self._closed:
-            raise SelectorClosedError(f"the chain is closed; {known.key.op_id!r} has no one to ask")
+        self._refuse_if_closed(known.key)
         policy = effective_policy(self._policy, self) if overrides_here() else self._policy
         call = _Call(inv, kernel, known, policy, clock_of(self._loop)())
         if known.outside and not quiet and self._seen_outside.get(known.key) is None:
@@ -446,6 +458,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             for dimension, size, low, high in known.outside:
                 self._emit(OutOfRange, call, dimension=dimension, size=size, low=low, high=high)
         return call
+
+    def _refuse_if_closed(self, key: CacheKey) -> None:
+        if self._closed:
+            raise SelectorClosedError(f"the chain is closed, so nobody is there to answer for {key.op_id!r}")
 
     # ---------------------------------------------------------------------------------------
     # Behind the tiers.
@@ -556,8 +572,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if address not in self._queued:
             call.settings = current_settings()  # of this thread, which need not be the loop's
             self._queued.add(address)
-            self._inbox.append(call)
-            self._loop.post(self._drain)
+            self._inbox.append((copy_context(), call))
+            self._loop.post(lambda: self._mail.set())
         return "queued for the background, since this call cannot wait"
 
     def _untraced(self, call: _Call) -> _Call:
@@ -571,9 +587,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         record_invocation(*call.key, call.kernel, args, kwargs)
         return _Call(inv, call.kernel, self._keys.resolve(inv, call.kernel), call.policy, call.start)
 
-    def _drain(self) -> None:
-        while self._inbox and self._tasks is not None:
-            self._tasks.start_soon(self._catch_up, self._inbox.popleft())
+    async def _serve_inbox(self, tasks: TaskGroup) -> None:
+        while True:
+            while self._inbox:
+                context, call = self._inbox.popleft()
+                context.run(tasks.start_soon, self._catch_up, call)  # in the caller's telemetry context
+            self._mail = anyio.Event()
+            await self._mail.wait()
 
     async def _catch_up(self, call: _Call) -> None:
         try:

@@ -40,13 +40,15 @@ _REMEMBERED = 65_536
 class Tune(Pending[Done[Cfg]]):
     """One tune in flight."""
 
-    def __init__(self, job: TuneJob[Cfg], policy: AutotunePolicy, *, owned: bool, on_purpose: bool) -> None:
+    def __init__(
+        self, job: TuneJob[Cfg], policy: AutotunePolicy, started: float, *, owned: bool, on_purpose: bool
+    ) -> None:
         super().__init__(job.id)
         self.job = job
         self.policy = policy
         self.owned = owned
         self.on_purpose = on_purpose
-        self.started: float | None = None
+        self.started = started
 
 
 class Tuning(Generic[Cfg]):
@@ -70,7 +72,6 @@ class Tuning(Generic[Cfg]):
         self._tasks: TaskGroup | None = None
         self._running: dict[Tune[Cfg], None] = {}
         self._left_behind: list[Busy] = []
-        self._changed = anyio.Event()
         # What this chain has tuned, and which keys must wait until when: by key and checksum.
         self._tuned: Memo[bool] = Memo(_REMEMBERED)
         self._failures: Memo[tuple[float, str]] = Memo(_REMEMBERED)
@@ -88,12 +89,11 @@ class Tuning(Generic[Cfg]):
         self, job: TuneJob[Cfg], policy: AutotunePolicy, *, background: bool = False, on_purpose: bool = False
     ) -> tuple[Tune[Cfg], bool]:
         """Return the tune in flight for the job's key, and whether it is this one."""
-        make = partial(Tune, job, policy, owned=self.owns_tunes, on_purpose=on_purpose)
+        make = partial(Tune, job, policy, self._now(), owned=self.owns_tunes, on_purpose=on_purpose)
         pending, begun = self._cache.begin(job.key, job.checksum, make)
         tune: Tune[Cfg] = pending  # type: ignore[assignment]
         if begun:
             self._running[tune] = None
-            tune.started = self._now()
             self._emit(
                 AutotuneStart(
                     key=job.key,
@@ -143,6 +143,7 @@ class Tuning(Generic[Cfg]):
             self._succeed(tune, done)
         finally:
             _inside.reset(token)
+            self._left_behind = [thread for thread in (*self._left_behind, *tune.job.left_behind) if thread.alive]
 
     async def _keep(self, tune: Tune[Cfg], report: TuneReport[Cfg]) -> Done[Cfg]:
         """Store what was found; where another writer was first, adopt what it found."""
@@ -182,7 +183,7 @@ class Tuning(Generic[Cfg]):
         self._emit(
             AutotuneFinish(
                 key=job.key,
-                start=tune.started or 0.0,
+                start=tune.started,
                 end=self._now(),
                 tune_id=job.id,
                 cfg=done.cfg,
@@ -194,7 +195,7 @@ class Tuning(Generic[Cfg]):
         tune.succeed(done)
 
     def _fail(self, tune: Tune[Cfg], error: Exception) -> None:
-        job, now = tune.job, self._now()
+        job = tune.job
         if not isinstance(error, TuningError):
             wrapped = TuningError(
                 f"tuning {job.key.op_id!r} broke off: {type(error).__name__}: {error}",
@@ -203,48 +204,55 @@ class Tuning(Generic[Cfg]):
             )
             wrapped.__cause__ = error
             error = wrapped
-        retry_at = now + tune.policy.retry_after_s
+        retry_at = self._now() + tune.policy.retry_after_s
         self._failures.put((job.key, job.checksum), (retry_at, str(error)))
         self._end(tune, None)
-        self._emit(
-            AutotuneFailed(
-                key=job.key,
-                start=tune.started or 0.0,
-                end=now,
-                tune_id=job.id,
-                error_type=type(error.__cause__ or error).__name__,
-                message=str(error),
-                retry_at=retry_at,
-            )
-        )
+        self._tell_failed(tune, type(error.__cause__ or error).__name__, str(error), retry_at)
         tune.fail(error)
 
     def _close(self, tune: Tune[Cfg]) -> None:
-        self._end(tune, None)
-        tune.fail(SelectorClosedError(f"the chain was closed while {tune.job.key.op_id!r} was being tuned"))
+        if not tune.ended:
+            message = f"the chain was closed while {tune.job.key.op_id!r} was being tuned"
+            self._break_off(tune, "SelectorClosedError", message)
+            tune.fail(SelectorClosedError(message))
 
     def _abandon(self, tune: Tune[Cfg]) -> None:
+        self._break_off(tune, "Cancelled", "the last caller to wait for it was cancelled")
+
+    def _break_off(self, tune: Tune[Cfg], error_type: str, message: str) -> None:
+        """End a tune that did not fail: nothing keeps the next caller from beginning it again."""
         self._end(tune, None)
+        self._tell_failed(tune, error_type, message, None)
+
+    def _tell_failed(self, tune: Tune[Cfg], error_type: str, message: str, retry_at: float | None) -> None:
+        self._emit(
+            AutotuneFailed(
+                key=tune.job.key,
+                start=tune.started,
+                end=self._now(),
+                tune_id=tune.id,
+                error_type=error_type,
+                message=message,
+                retry_at=retry_at,
+            )
+        )
 
     def _end(self, tune: Tune[Cfg], done: Done[Cfg] | None) -> None:
         job = tune.job
         self._cache.finish(job.key, job.checksum, tune, done, replace_put=tune.on_purpose)
         self._running.pop(tune, None)
-        self._left_behind = [thread for thread in (*self._left_behind, *job.left_behind) if thread.alive]
 
     def close(self) -> int:
         """Wake every waiter with SelectorClosedError; return how many tunes that cut short."""
-        running = list(self._running)
         self._tasks = None
+        running = list(self._running)
         for tune in running:
-            tune.fail(SelectorClosedError(f"the chain was closed while {tune.job.key.op_id!r} was being tuned"))
-            self._cache.finish(tune.job.key, tune.job.checksum, tune, None)
+            self._close(tune)
         return len(running)
 
     def still_busy(self) -> tuple[str, ...]:
         """Name the steps whose threads have not come back."""
-        threads = [*self._left_behind, *(thread for tune in self._running for thread in tune.job.left_behind)]
-        return tuple(dict.fromkeys(thread.what for thread in threads if thread.alive))
+        return tuple(dict.fromkeys(thread.what for thread in self._left_behind if thread.alive))
 
     # What it remembers.
 

@@ -42,12 +42,16 @@ class OpenTelemetrySink:
     """
 
     def __init__(self, tracer: trace.Tracer | None = None) -> None:
+        self._given = tracer is not None
         self._tracer = trace.get_tracer("asel") if tracer is None else tracer
         self._tunes: dict[str, Span] = {}
 
     def wants(self, kind: type[Event]) -> bool:
         parent = trace.get_current_span()
-        return parent.is_recording() or (parent is trace.INVALID_SPAN and kind is not CacheHit) or kind in _TUNES
+        if parent.is_recording() or kind in _TUNES:
+            return True
+        # A trace that is not sampled stays so; without a trace, the provider's sampler has the say.
+        return not parent.get_span_context().is_valid and (self._given or _has_provider())
 
     def emit(self, event: Event) -> None:
         if isinstance(event, AutotuneStart):
@@ -67,7 +71,7 @@ class OpenTelemetrySink:
         if isinstance(event, NoAnswer):
             span.set_attribute("error.type", "NoConfigError")
             span.set_status(Status(StatusCode.ERROR, event.reason))
-        span.end(_wall(event.end))
+        span.end()
 
     def _candidate(self, event: CandidateMeasured | CandidateFailed) -> None:
         tune = self._tunes.get(event.tune_id)
@@ -76,7 +80,7 @@ class OpenTelemetrySink:
         if isinstance(event, CandidateFailed):
             span.set_attribute("error.type", event.error_type)
             span.set_status(Status(StatusCode.ERROR, event.message))
-        span.end(_wall(event.end))
+        span.end()
 
     def _end_tune(self, event: AutotuneFinish | AutotuneFailed) -> None:
         span = self._tunes.pop(event.tune_id, None)
@@ -87,7 +91,7 @@ class OpenTelemetrySink:
         else:
             span.set_attribute("error.type", event.error_type)
             span.set_status(Status(StatusCode.ERROR, event.message))
-        span.end(_wall(event.end))
+        span.end()
 
     def _start(self, name: str, event: Event, facts: dict[str, Any], context: Any = None) -> Span:
         attributes: dict[str, Any] = dict(facts)
@@ -97,9 +101,10 @@ class OpenTelemetrySink:
             attributes["asel.config"] = repr(cfg)
         if (tune_id := getattr(event, "tune_id", None)) is not None:
             attributes["asel.tune.id"] = tune_id
-        return self._tracer.start_span(name, context, attributes=attributes, start_time=_wall(event.start))
+        # The event's own clock has no fixed relation to the wall's; but the event ended just now.
+        start_ns = time.time_ns() - int((event.end - event.start) * 1e9)
+        return self._tracer.start_span(name, context, attributes=attributes, start_time=start_ns)
 
 
-def _wall(moment: float) -> int:
-    """Return a moment on the monotonic clock as nanoseconds since the epoch."""
-    return time.time_ns() - int((time.monotonic() - moment) * 1e9)
+def _has_provider() -> bool:
+    return not isinstance(trace.get_tracer_provider(), trace.NoOpTracerProvider | trace.ProxyTracerProvider)

@@ -1,0 +1,404 @@
+"""Many callers, one tune; who owns it, and how everything ends."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+from kernels import A100, BEST, COSTS, GUESS, H100, TUNE_S, Bench, Blocks, Toy, call
+
+from asel import InvalidRequestError, SelectorClosedError, Tuner, overlay_cache, policy_override
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "without async with"])
+async def test_ten_thousand_callers_share_one_tune(is_open):
+    """However many tasks ask for a cold key, it is tuned once and all get one answer."""
+    bench = Bench()
+    kernel, inv, answers = Toy(), call(), []
+
+    async def ask():
+        answers.append(await bench.chain.choose(inv, kernel))
+
+    async def ask_all():
+        async with anyio.create_task_group() as tasks:
+            for _ in range(10_000):
+                tasks.start_soon(ask)
+
+    if is_open:
+        async with bench.chain:
+            await ask_all()
+    else:
+        await ask_all()
+    assert answers == [BEST] * 10_000
+    assert bench.tunes == 1
+    assert len(bench.measure.compiled) == 3
+    assert len(bench.sink.named("pending_join")) == 9_999
+
+
+async def test_callers_share_one_read_of_the_store():
+    """A stampede on a cold key asks the store once."""
+    reads = 0
+
+    class Slow:
+        async def load(self, key, checksum):
+            nonlocal reads
+            reads += 1
+            await anyio.sleep(1)
+
+        async def save(self, report, *, replace):
+            raise OSError("read-only")
+
+    bench = Bench(persistent=Slow())
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+        for _ in range(100):
+            tasks.start_soon(chain.choose, call(), Toy())
+    assert reads == 1
+    assert bench.tunes == 1
+
+
+async def test_a_tune_that_ends_while_another_caller_reads_the_store_is_not_repeated():
+    """Memory is asked again after the store was awaited: no await lies between look-up and insert."""
+    first = True
+
+    class FirstReadIsSlow:
+        async def load(self, key, checksum):
+            nonlocal first
+            slow, first = first, False
+            await anyio.sleep(10 if slow else 0)
+
+        async def save(self, report, *, replace):
+            raise OSError("read-only")
+
+    bench = Bench(persistent=FirstReadIsSlow())
+    tiers = []
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+
+        async def ask():
+            tiers.append((await chain.select(call(), Toy())).tier)
+
+        tasks.start_soon(ask)
+        await anyio.sleep(1)
+        await chain.retune(call(), Toy())
+        assert tiers == []
+    assert tiers == ["memory"]
+    assert bench.tunes == 1
+
+
+async def test_keys_on_one_device_take_turns_and_devices_do_not_wait_for_each_other():
+    """Sampling is alone on its device: two keys there take twice as long, on two devices as long as one."""
+    for devices, seconds in (((H100, H100), 2 * TUNE_S), ((H100, A100), TUNE_S)):
+        bench = Bench()
+        async with bench.chain as chain:
+            start = anyio.current_time()
+            async with anyio.create_task_group() as tasks:
+                for size, device in zip((8, 16), devices, strict=True):
+                    tasks.start_soon(chain.choose, call(size, device), Toy())
+            assert anyio.current_time() - start == pytest.approx(seconds)
+            starts = bench.sink.named("autotune_start")
+            assert starts[0].start == starts[1].start == start
+
+
+async def test_callers_with_other_checksums_do_not_evict_each_other():
+    """One key, two objectives and two candidate lists: an entry each, and nobody tunes twice."""
+
+    class Wider(Toy):
+        candidates = (*Toy.candidates, Blocks(4))
+
+    bench = Bench(costs=lambda cfg: 1 / cfg.m)
+    narrow, wide = Toy(), Wider()
+    async with bench.chain as chain:
+        for _ in range(3):
+            assert await chain.choose(call(), narrow) == Blocks(3)
+            assert await chain.choose(call(), wide) == Blocks(4)
+            with policy_override(chain, validate_backward=True):
+                assert await chain.choose(call(), narrow) == Blocks(3)
+    assert bench.tunes == 3
+    assert bench.cache.size() == 3
+    assert len(bench.cache.keys()) == 1
+    assert [e.objective for e in bench.sink.named("autotune_start")] == ["forward", "forward", "forward+backward"]
+
+
+async def test_a_tune_ignores_its_first_callers_overlays():
+    """What a candidate selects while it is measured must not depend on who asked first."""
+    seen = []
+
+    class Nested(Toy):
+        def candidate_cfgs(self, inv):
+            return (Blocks(1),)
+
+    class Asking:
+        async def compile(self, trial):
+            seen.append(bench.chain.choose_nowait(call(99), Nested()))
+
+            async def sample():
+                return 0.1
+
+            return sample
+
+    bench = Bench(tuner=Tuner(0, 1, measure=Asking()))
+    async with bench.chain as chain:
+        inner = (await chain.explain(call(99), Nested())).key
+        with overlay_cache({inner: Blocks(42)}):
+            await chain.choose(call(), Toy())
+    assert seen == [GUESS] * 3
+
+
+async def test_a_candidate_that_selects_its_own_key_does_not_deadlock():
+    """A selection from inside a tune never waits for a tune: it gets the heuristic."""
+    inner = []
+
+    class Recursive:
+        async def compile(self, trial):
+            inner.append(await bench.chain.select(call(), Toy()))
+            inner.append(await bench.chain.select(call(99), Toy()))
+
+            async def sample():
+                return COSTS[trial.cfg]
+
+            return sample
+
+    bench = Bench(tuner=Tuner(0, 1, measure=Recursive()))
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+        await chain.settled()
+        assert {s.tier for s in inner[:2]} == {"heuristics"}
+        assert (await chain.select(call(99), Toy())).tier == "memory"
+    assert "pending" in inner[0].declined["autotune"]
+    assert "queued" in inner[1].declined["autotune"]
+
+
+def test_a_candidate_that_selects_from_its_thread_does_not_deadlock(real_backend):
+    """Context follows into worker threads, so a blocking call back into the loop is recognised too."""
+    from asel.threads import run_in_thread
+
+    answers = []
+
+    async def main():
+        token = anyio.lowlevel.current_token()
+
+        class CallsBack:
+            async def compile(self, trial):
+                def work():
+                    answers.append(anyio.from_thread.run(bench.chain.choose, call(), Toy(), token=token))
+
+                await run_in_thread("compiling", work)
+
+                async def sample():
+                    return COSTS[trial.cfg]
+
+                return sample
+
+        bench = Bench(tuner=Tuner(0, 1, measure=CallsBack()))
+        async with bench.chain as chain:
+            with anyio.fail_after(10):
+                assert await chain.choose(call(), Toy()) == BEST
+
+    anyio.run(main, backend=real_backend)
+    assert answers == [GUESS] * 3
+
+
+async def test_closing_wakes_every_waiter_and_ends_every_tune():
+    """Leaving the context cancels tunes in flight; whoever waited gets SelectorClosedError of its own."""
+    bench = Bench(script={"hangs": list(COSTS)}, allow={"candidate_timeout_s": 1000.0})
+    errors = []
+
+    async def ask():
+        with pytest.raises(SelectorClosedError) as caught:
+            await bench.chain.choose(call(), Toy())
+        errors.append(caught.value)
+
+    async with anyio.create_task_group() as tasks, bench.chain:
+        for _ in range(3):
+            tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        start = anyio.current_time()
+    assert anyio.current_time() == start
+    assert len({id(error) for error in errors}) == 3
+    assert bench.cache.pending() == []
+    closed = bench.sink.events[-1]
+    assert (closed.name, closed.cancelled, closed.abandoned) == ("closed", 1, ())
+
+
+async def test_a_closed_chain_says_so():
+    """Nothing is selected through a chain that is closed; it may be opened again."""
+    bench = Bench()
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+    for ask in (bench.chain.choose, bench.chain.select, bench.chain.retune):
+        with pytest.raises(SelectorClosedError, match="closed"):
+            await ask(call(), Toy())
+    with pytest.raises(SelectorClosedError):
+        bench.chain.choose_nowait(call(), Toy())
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+        assert await chain.choose(call(16), Toy()) == BEST
+
+
+async def test_an_open_chain_cannot_be_entered_again():
+    """One owner at a time."""
+    bench = Bench()
+    async with bench.chain as chain:
+        with pytest.raises(InvalidRequestError, match="open already"):
+            await chain.__aenter__()
+        assert await chain.choose(call(), Toy()) == BEST
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "tuning"])
+async def test_the_bodys_own_exception_comes_out_as_itself(busy):
+    """No ExceptionGroup around what the body raised, tunes in flight or not."""
+    bench = Bench(allow={"cache_miss_fallback": "background"})
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        async with bench.chain as chain:
+            if busy:
+                await chain.choose(call(), Toy())
+            raise ZeroDivisionError("mine")
+    assert bench.cache.pending() == []
+
+
+async def test_a_cancelled_body_stays_cancelled():
+    """Cancellation from outside passes through the chain, and the tunes end with it."""
+    bench = Bench()
+    with anyio.move_on_after(0.1) as scope:
+        async with bench.chain as chain:
+            await chain.choose(call(), Toy())
+    assert scope.cancelled_caught
+    assert bench.cache.pending() == []
+    assert bench.sink.names[-1] == "closed"
+
+
+def test_a_natively_cancelled_asyncio_task_stays_cancelled():
+    """task.cancel() is not swallowed by the chain's own task group."""
+    import asyncio
+
+    async def main():
+        bench = Bench()
+
+        async def body():
+            async with bench.chain as chain:
+                await chain.choose(call(), Toy())
+
+        task = asyncio.ensure_future(body())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert bench.cache.pending() == []
+
+    asyncio.run(main())
+
+
+def test_closing_gives_threads_their_grace_and_names_what_is_left(real_backend):
+    """A thread at its step gets close_grace_s; one that is still busy is abandoned and named."""
+    from asel.threads import run_in_thread
+
+    release = threading.Event()
+
+    async def main():
+        started = anyio.Event()
+        token = anyio.lowlevel.current_token()
+
+        class Stuck:
+            async def compile(self, trial):
+                def work():
+                    anyio.from_thread.run_sync(started.set, token=token)
+                    release.wait(30)
+
+                return await run_in_thread(
+                    f"compiling {trial.cfg}", work, grace_s=trial.grace_s, left_behind=trial.left_behind
+                )
+
+        bench = Bench(tuner=Tuner(measure=Stuck()), close_grace_s=0.05)
+        with anyio.fail_after(10):
+            async with bench.chain as chain:
+                with policy_override(chain, cache_miss_fallback="background"):
+                    await chain.choose(call(), Toy())
+                await started.wait()
+        closed = bench.sink.events[-1]
+        assert closed.abandoned == (f"compiling {GUESS}",)
+        assert closed.end - closed.start >= 0.05
+
+        in_time = Bench(tuner=Tuner(measure=Stuck()), close_grace_s=30)
+        started = anyio.Event()
+        with anyio.fail_after(10):
+            async with in_time.chain as chain:
+                with policy_override(chain, cache_miss_fallback="background"):
+                    await chain.choose(call(), Toy())
+                await started.wait()
+                release.set()
+        assert in_time.sink.events[-1].abandoned == ()
+
+    try:
+        anyio.run(main, backend=real_backend)
+    finally:
+        release.set()
+
+
+async def test_a_tune_nobody_waits_for_goes_on():
+    """Its result is worth keeping: the next caller finds it in memory."""
+    bench = Bench()
+    async with bench.chain as chain:
+        with anyio.move_on_after(0.1):
+            await chain.choose(call(), Toy())
+        await chain.settled()
+        assert (await chain.select(call(), Toy())).tier == "memory"
+    assert bench.tunes == 1
+
+
+def test_choose_nowait_from_a_thread_hands_its_event_and_its_request_to_the_loop(real_backend):
+    """Sinks are called on the loop only, and a background tune begun elsewhere belongs to the chain."""
+    threads = set()
+
+    async def main():
+        bench = Bench(on_event=lambda event: threads.add(threading.get_ident()), costs=0.0)
+        async with bench.chain as chain:
+            guess = await anyio.to_thread.run_sync(chain.choose_nowait, call(), Toy())
+            assert guess == GUESS
+            await chain.settled()
+            assert bench.tunes == 1
+            assert (await chain.select(call(), Toy())).tier == "memory"
+            await anyio.to_thread.run_sync(chain.choose_nowait, call(), Toy())
+        assert bench.sink.names.count("cache_hit") == 2
+        assert threads == {threading.get_ident()}
+
+    anyio.run(main, backend=real_backend)
+
+
+async def test_two_chains_over_one_cache_share_their_tunes():
+    """A pending entry is the tune, whichever chain began it."""
+    one = Bench()
+    two = Bench(cache=one.cache)
+    answers = []
+
+    async def ask(chain):
+        answers.append(await chain.choose(call(), Toy()))
+
+    async with one.chain, two.chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, one.chain)
+        tasks.start_soon(ask, two.chain)
+    assert answers == [BEST, BEST]
+    assert one.tunes + two.tunes == 1
+
+
+async def test_the_chain_that_waits_for_a_closed_chains_tune_tunes_by_itself():
+    """Another chain's close is no reason to fail: the waiter begins the tune anew."""
+    one = Bench()
+    two = Bench(cache=one.cache)
+    answers = []
+
+    async def ask():
+        answers.append(await two.chain.choose(call(), Toy()))
+
+    async with two.chain, anyio.create_task_group() as tasks:
+        with policy_override(one.chain, cache_miss_fallback="background"):
+            async with one.chain:
+                await one.chain.choose(call(), Toy())
+                tasks.start_soon(ask)
+                await anyio.wait_all_tasks_blocked()
+    assert answers == [BEST]
+    assert (one.tunes, two.tunes) == (1, 1)

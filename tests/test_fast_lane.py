@@ -1,0 +1,95 @@
+"""The lane past the walk answers exactly as the walk does."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import anyio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels import Blocks, Toy, call
+
+from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, forward_autotune_only, overlay_cache, policy_override
+from asel.keys import KeyMemo
+from asel.testing import RecordingSink
+
+SIZES = (8, 16)
+KERNEL = Toy()
+KEYS = {size: KeyMemo().resolve(call(size), KERNEL) for size in SIZES}
+
+actions = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from(SIZES)),
+    st.tuples(st.just("ask"), st.sampled_from(SIZES)),
+    st.tuples(st.just("override"), st.sampled_from(SIZES)),
+    st.tuples(st.just("put"), st.sampled_from(SIZES), st.integers(1, 5)),
+    st.tuples(st.just("remember"), st.sampled_from(SIZES), st.sampled_from(["forward", "forward+backward"])),
+    st.tuples(st.just("load"), st.sampled_from(SIZES), st.sampled_from(["forward", "forward+backward", "other"])),
+    st.tuples(st.just("clear")),
+    st.tuples(st.just("overlay"), st.sampled_from(SIZES), st.integers(6, 9)),
+    st.tuples(st.just("backward"), st.booleans()),
+    st.tuples(st.just("forward only")),
+    st.tuples(st.just("set policy"), st.booleans()),
+    st.tuples(st.just("leave scopes")),
+)
+
+
+@given(plan=st.lists(actions, min_size=5, max_size=40), bound=st.sampled_from([None, 1, 2]))
+@settings(max_examples=300, deadline=None)
+def test_the_fast_lane_and_the_walk_always_agree(plan, bound):
+    """Whatever happens between two calls, the lane gives the walk's answer, and tells of it alike."""
+
+    async def main():
+        # One chain takes the lane where it can; the other forgets its lane before every call.
+        cache = ConfigCache(max_entries=bound)
+        sinks = RecordingSink(), RecordingSink()
+        policy = AutotunePolicy(allow_autotune=False)
+        quick, thorough = (ConfigSelectorChain(cache, policy, sinks=[sink]) for sink in sinks)
+        scopes = ExitStack()
+        for action, *facts in plan:
+            match action:
+                case "ask" | "override":
+                    inv = call(facts[0], override_cfg=Blocks(10) if action == "override" else None)
+                    thorough._keys = KeyMemo()
+                    assert await quick.choose(inv, KERNEL) == await thorough.choose(inv, KERNEL)
+                    assert quick.choose_nowait(inv, KERNEL) == thorough.choose_nowait(inv, KERNEL)
+                    last, expected = (sink.events[-1] for sink in sinks)
+                    assert (type(last), last.key, last.cfg) == (type(expected), expected.key, expected.cfg)
+                case "put":
+                    cache.put(*KEYS[facts[0]].key, Blocks(facts[1]))
+                case "remember":
+                    tune, _ = cache.begin(KEYS[facts[0]].key, KEYS[facts[0]].checksum(facts[1]), object)
+                    cache.finish(KEYS[facts[0]].key, KEYS[facts[0]].checksum(facts[1]), tune, None)
+                case "load":
+                    checksum = "other" if facts[1] == "other" else KEYS[facts[0]].checksum(facts[1])
+                    cache.load(KEYS[facts[0]].key, checksum, Blocks(4))
+                case "clear":
+                    cache.clear()
+                case "overlay":
+                    scopes.enter_context(overlay_cache({KEYS[facts[0]].key: Blocks(facts[1])}))
+                case "backward":
+                    for chain in (quick, thorough):
+                        scopes.enter_context(policy_override(chain, validate_backward=facts[0]))
+                case "forward only":
+                    scopes.enter_context(forward_autotune_only())
+                case "set policy":
+                    policy = AutotunePolicy(allow_autotune=False, validate_backward=facts[0])
+                    quick.policy = thorough.policy = policy
+                case "leave scopes":
+                    scopes.close()
+        scopes.close()
+
+    anyio.run(main)
+
+
+def test_a_hit_takes_the_lane():
+    """The second hit of a signature does not walk: the lane is really there."""
+
+    async def main():
+        chain = ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False), sinks=())
+        chain.cache.put(*KEYS[8].key, Blocks(5))
+        await chain.choose(call(8), KERNEL)
+        chain._walk = chain._call = None  # whoever walks now, falls
+        assert await chain.choose(call(8), KERNEL) == Blocks(5)
+        assert chain.choose_nowait(call(8), KERNEL) == Blocks(5)
+
+    anyio.run(main)
