@@ -284,6 +284,13 @@ class Sink(Protocol):
     def emit(self, event: Event) -> None: ...
 
 
+def _anything(kind: type[Event]) -> bool:
+    return True
+
+
+_Route = tuple[Callable[[type[Event]], bool], Callable[[Event], object]]
+
+
 class FanOut:
     """Hands each event to every sink, and keeps a failing one from hurting the rest."""
 
@@ -302,19 +309,14 @@ class FanOut:
         self._settle()
 
     def _settle(self) -> None:
-        self._emits: list[Callable[[Event], object]] = [sink.emit for sink in self._sinks]
-        asks: list[Any] = [getattr(sink, "wants", None) for sink in self._sinks]
+        routes: list[_Route] = [(getattr(sink, "wants", _anything), sink.emit) for sink in self._sinks]
         if self._on_event is not None:
-            self._emits.append(self._on_event)
-            asks.append(None)
-        # None: some sink takes whatever comes, so there is nothing to ask.
-        self._asks: list[Callable[[type[Event]], bool]] | None = None if None in asks else asks
+            routes.append((_anything, self._on_event))
+        self._routes = tuple(routes)
 
     def wants(self, kind: type[Event]) -> bool:
         """Tell whether anyone would look at an event of this kind."""
-        if self._asks is None:
-            return True
-        for ask in self._asks:
+        for ask, _ in self._routes:
             try:
                 if ask(kind):
                     return True
@@ -323,9 +325,10 @@ class FanOut:
         return False
 
     def __call__(self, event: Event) -> None:
-        for emit in self._emits:
+        for ask, emit in self._routes:
             try:
-                emit(event)
+                if ask(type(event)):
+                    emit(event)
             except Exception:
                 self._report(emit, event.name)
 

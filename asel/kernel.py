@@ -62,13 +62,16 @@ class Kernel(Generic[Cfg, Out]):
         """Turn what the user passed into what `run` takes."""
         return args, kwargs
 
-    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+    def run(self, *args: Any, **kwargs: Any) -> Out:
+        """Compute the result with the config that comes as `cfg`."""
         raise NotImplementedError(f"{type(self).__qualname__} has no run method")
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """Return a config that is right for this call, if not the fastest."""
         raise NotImplementedError(f"{type(self).__qualname__} has no heuristic_cfg method")
 
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
+        """Return the configs to choose among: a pure function of shapes, dtypes and constants."""
         return (self.heuristic_cfg(inv),)
 
 
@@ -97,8 +100,8 @@ class FunctionKernel(Kernel[Cfg, Out]):
     def __call__(self, *args: Any, **kwargs: Any) -> Out:
         return self.fn(*args, **kwargs)
 
-    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
-        return self.fn(*args, cfg=cfg, **kwargs)
+    def run(self, *args: Any, **kwargs: Any) -> Out:
+        return self.fn(*args, **kwargs)
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
         if self._heuristic is None:

@@ -1,0 +1,41 @@
+"""The `asel` command."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Annotated
+
+import anyio
+import typer
+from rich.console import Console
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Pick kernel configurations for JAX, and show why.")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"asel {metadata.version('asel')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
+) -> None:
+    """Pick kernel configurations for JAX, and show why."""
+
+
+@app.command()
+def demo(
+    backend: Annotated[str, typer.Option(help="The event loop to run on: asyncio or trio.")] = "asyncio",
+) -> None:
+    """Tune real JAX kernels on this machine: cold, warm, crowded and traced."""
+    from asel.demo.story import tell
+
+    anyio.run(tell, Console(), backend=backend)
+
+
+def main() -> None:
+    app()

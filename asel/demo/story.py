@@ -1,0 +1,144 @@
+"""Cold, warm, crowded, traced: the main job, step by step, on this machine's own device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import anyio
+from rich.console import Console
+from rich.table import Table
+
+from asel.answers import Selection
+from asel.cache import ConfigCache
+from asel.events import CacheHit, CandidateFailed, CandidateMeasured, Event
+from asel.kernel import Invocation
+from asel.outcomes import Measured
+from asel.selection import ConfigSelectorChain
+from asel.telemetry import default_sinks
+
+__all__ = ["tell"]
+
+
+async def tell(console: Console) -> None:
+    """Select configs for two kernels and show what every tier had to say."""
+    import jax.numpy as jnp
+
+    from asel.demo.kernels import BlockedMatMul, ChunkedAttention
+
+    matmul, attention = BlockedMatMul(), ChunkedAttention()
+    a = jnp.ones((512, 512))
+    multiply: Invocation[Any, Any] = Invocation("demo.matmul", (a, a), {})
+    q = jnp.ones((512, 64))
+    attend: Invocation[Any, Any] = Invocation("demo.attention", (q, jnp.ones((1024, 64)), jnp.ones((1024, 64))), {})
+    tunes = _TuneEvents()
+
+    async with ConfigSelectorChain[Any, Any](ConfigCache(), sinks=(*default_sinks(), tunes)) as selector:
+        console.rule("cold: nothing is known, so the key is tuned")
+        console.print(str(await selector.explain(multiply, matmul)), markup=False, highlight=False)
+        cold = await _timed(console, selector, multiply, matmul)
+        _show_candidates(console, cold, tunes.events)
+
+        console.rule("warm: memory answers")
+        await _timed(console, selector, multiply, matmul)
+        await _time_hits(console, selector, multiply, matmul)
+
+        console.rule("crowded: 1,000 callers of one cold key share one tune")
+        await _crowd(console, selector, attend, attention, tunes.events)
+
+        console.rule("traced: inside jax.jit there is no waiting, and nothing is measured")
+        await _traced(console, selector, matmul)
+
+
+class _TuneEvents:
+    """Keeps what tunes tell, and leaves hits alone: an event per hit is made only where someone wants it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def wants(self, kind: type[Event]) -> bool:
+        return kind is not CacheHit
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+async def _timed(console: Console, selector: Any, inv: Any, kernel: Any) -> Selection[Any]:
+    start = time.perf_counter()
+    selection: Selection[Any] = await selector.select(inv, kernel)
+    seconds = time.perf_counter() - start
+    console.print(f"[bold]{selection.cfg}[/] from tier [bold]{selection.tier}[/] in {_short(seconds)}")
+    return selection
+
+
+def _show_candidates(console: Console, cold: Selection[Any], events: list[Event]) -> None:
+    table = Table("candidate", "median", "compile", "", title="what the tune found")
+    report = cold.report
+    assert report is not None
+    for outcome in report.outcomes:
+        marks = ["winner"] * (outcome.cfg == report.winner) + ["heuristic"] * (outcome.cfg == report.incumbent)
+        if isinstance(outcome, Measured):
+            table.add_row(str(outcome.cfg), _short(outcome.median_s), _short(outcome.compile_s), ", ".join(marks))
+        else:
+            table.add_row(str(outcome.cfg), "-", "-", str(outcome))
+    console.print(table)
+    seen = sum(isinstance(event, CandidateMeasured | CandidateFailed) for event in events)
+    console.print(f"{seen} candidates told as events while they ran")
+
+
+async def _time_hits(console: Console, selector: Any, inv: Any, kernel: Any, hits: int = 2000) -> None:
+    start = time.perf_counter()
+    for _ in range(hits):
+        await selector.choose(inv, kernel)
+    console.print(f"{hits:,} more hits, telemetry included: {_short((time.perf_counter() - start) / hits)} each")
+
+
+async def _crowd(console: Console, selector: Any, inv: Any, kernel: Any, events: list[Event]) -> None:
+    answers: list[Any] = []
+    lags: list[float] = []
+
+    async def ask() -> None:
+        answers.append(await selector.choose(inv, kernel))
+
+    async def heartbeat(scope: anyio.CancelScope) -> None:
+        with scope:
+            while True:
+                start = time.perf_counter()
+                await anyio.sleep(0.005)
+                lags.append(time.perf_counter() - start - 0.005)
+
+    before = sum(event.name == "autotune_start" for event in events)
+    scope = anyio.CancelScope()
+    async with anyio.create_task_group() as outer:
+        outer.start_soon(heartbeat, scope)
+        async with anyio.create_task_group() as callers:
+            for _ in range(1000):
+                callers.start_soon(ask)
+        scope.cancel()
+    tunes = sum(event.name == "autotune_start" for event in events) - before
+    console.print(f"{len(answers):,} callers, {tunes} tune, {len(set(answers))} answer: [bold]{answers[0]}[/]")
+    typical = sorted(lags)[len(lags) // 2]
+    console.print(f"the event loop kept turning: median lateness of a 5 ms heartbeat {_short(typical)}")
+
+
+async def _traced(console: Console, selector: Any, kernel: Any) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    def multiply(a: Any, b: Any) -> Any:
+        cfg = selector.choose_nowait(Invocation("demo.matmul", (a, b), {}), kernel)
+        console.print(f"traced with [bold]{cfg}[/]")
+        return kernel.run(a, b, cfg=cfg)
+
+    small = jnp.ones((256, 256))
+    jax.jit(multiply)(small, small)
+    await selector.settled()
+    console.print("the background tune is done; the next trace uses it:")
+    jax.jit(lambda a, b: multiply(a, b))(small, small)
+
+
+def _short(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.0f} ns"

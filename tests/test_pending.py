@@ -1,0 +1,91 @@
+"""One piece of work, many waiters."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from asel.errors import TuningError
+from asel.pending import Pending
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_every_waiter_gets_the_result():
+    """Whoever waits, before or after the end, gets the same result."""
+    pending, results = Pending(), []
+
+    async def wait():
+        results.append(await pending.wait())
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        assert pending.waiters == 3
+        pending.succeed("answer")
+    assert results == ["answer"] * 3
+    assert await pending.wait() == "answer"
+    assert pending.waiters == 0
+
+
+async def test_every_waiter_raises_a_copy_of_its_own():
+    """An error has one traceback, so each waiter gets its own error, caused by the one that happened."""
+    pending = Pending()
+    original = TuningError("all failed", outcomes=(1, 2))
+    pending.fail(original)
+    raised = []
+    for _ in range(2):
+        with pytest.raises(TuningError, match="all failed") as caught:
+            await pending.wait()
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]
+    for error in raised:
+        assert error.__cause__ is original
+        assert error.outcomes == (1, 2)
+
+
+async def test_it_ends_once():
+    """The first end counts; what comes later changes nothing."""
+    pending = Pending()
+    pending.succeed(1)
+    pending.fail(ValueError("late"))
+    pending.succeed(2)
+    assert await pending.wait() == 1
+
+
+async def test_the_next_waiter_carries_on_when_the_carrier_is_cancelled():
+    """Work that nobody owns is done by one waiter at a time, and passes on until it is done."""
+    pending, carriers, results = Pending(), [], []
+
+    async def work():
+        carriers.append(anyio.get_current_task().id)
+        await anyio.sleep(1)
+        pending.succeed("answer")
+
+    async def wait(scope):
+        with scope:
+            results.append(await pending.carry(work, lambda: results.append("abandoned")))
+
+    scopes = [anyio.CancelScope() for _ in range(3)]
+    async with anyio.create_task_group() as tasks:
+        for scope in scopes:
+            tasks.start_soon(wait, scope)
+            await anyio.wait_all_tasks_blocked()
+        for scope in scopes[:2]:
+            await anyio.sleep(0.5)
+            scope.cancel()
+    assert results == ["answer"]
+    assert len(carriers) == len(set(carriers)) == 3
+
+
+async def test_the_last_waiter_to_leave_abandons_the_work():
+    """Work without an owner and without waiters has ended; its maker is told, once."""
+    pending, abandoned = Pending(), []
+    async with anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(pending.carry, anyio.sleep_forever, lambda: abandoned.append(True))
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert abandoned == [True]
+    assert pending.ended

@@ -1,0 +1,77 @@
+"""What a type checker makes of the public API. Checked by mypy in the suite; never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_type
+
+import jax
+
+from asel import (
+    AutotunePolicy,
+    ConfigCache,
+    ConfigSelectorChain,
+    Event,
+    Invocation,
+    Kernel,
+    Selection,
+    Sink,
+    Tuner,
+    TuneReport,
+    kernel,
+    overlay_cache,
+    policy_override,
+)
+from asel.answers import Explanation
+from asel.kernel import FunctionKernel
+from asel.testing import RecordingSink, ScriptedMeasure
+
+
+@dataclass(frozen=True)
+class Blocks:
+    m: int
+    n: int
+
+
+class MatMul(Kernel[Blocks, jax.Array]):
+    op_id = "matmul"
+    version = "1"
+
+    def run(self, a: jax.Array, b: jax.Array, *, cfg: Blocks) -> jax.Array:
+        return a @ b
+
+    def heuristic_cfg(self, inv: Invocation[Blocks, jax.Array]) -> Blocks:
+        return Blocks(128, 128)
+
+    def candidate_cfgs(self, inv: Invocation[Blocks, jax.Array]) -> Iterable[Blocks]:
+        return [Blocks(m, n) for m in (64, 128) for n in (64, 128)]
+
+
+@kernel(op_id="scale", configs=[1, 2], heuristic=1)
+def scale(x: jax.Array, *, cfg: int) -> jax.Array:
+    return x * cfg
+
+
+async def select(a: jax.Array) -> None:
+    cache: ConfigCache[Blocks] = ConfigCache(max_entries=100)
+    inv: Invocation[Blocks, jax.Array] = Invocation("matmul", (a, a), {})
+    sinks: list[Sink] = [RecordingSink()]
+    async with ConfigSelectorChain[Blocks, jax.Array](
+        cache, AutotunePolicy(wait_s=1.0), tuner=Tuner[Blocks](measure=ScriptedMeasure(0.1)), sinks=sinks
+    ) as selector:
+        assert_type(await selector.choose(inv, MatMul()), Blocks)
+        selection = await selector.select(inv, MatMul())
+        assert_type(selection, Selection[Blocks])
+        assert_type(selection.report, TuneReport[Blocks] | None)
+        assert_type(selector.choose_nowait(inv, MatMul()), Blocks)
+        assert_type(await selector.explain(inv, MatMul()), Explanation[Blocks])
+        assert_type(await selector.retune(inv, MatMul()), Blocks)
+        with overlay_cache({("dev", "op", "key"): Blocks(1, 1)}), policy_override(selector, allow_autotune=False):
+            assert_type(cache.get("dev", "op", "key"), Blocks | None)
+        async with selector.events() as stream:
+            async for event in stream:
+                assert_type(event, Event)
+
+
+assert_type(scale, FunctionKernel[int, jax.Array])
