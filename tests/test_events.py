@@ -16,8 +16,6 @@ from asel.testing import RecordingSink
 
 KEY = CacheKey("dev", "op@v1", "key")
 KINDS = [kind for kind in vars(events).values() if inspect.isclass(kind) and Event in kind.__mro__[1:]]
-    kind for kind in vars(events).values() if inspect.isclass(kind) and issubclass(kind, Event) and kind is not Event
-]
 
 
 def hit(n: int = 0) -> CacheHit:

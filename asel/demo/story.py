@@ -130,11 +130,11 @@ async def _traced(console: Console, selector: Any, kernel: Any) -> None:
         console.print(f"traced with [bold]{cfg}[/]")
         return kernel.run(a, b, cfg=cfg)
 
-    small = jnp.ones((256, 256))
-    jax.jit(multiply)(small, small)
+    small = jnp.ones((512, 256))
+    jax.jit(multiply)(small, small.T)
     await selector.settled()
     console.print("the background tune is done; the next trace uses it:")
-    jax.jit(lambda a, b: multiply(a, b))(small, small)
+    jax.jit(lambda a, b: multiply(a, b))(small, small.T)
 
 
 def _short(seconds: float) -> str:
