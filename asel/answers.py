@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal
+from typing import Generic, Literal
 
 from asel.kernel import Cfg
 from asel.keys import CacheKey
@@ -29,31 +29,39 @@ class Selection(Generic[Cfg]):
 
 @dataclass(frozen=True, slots=True)
 class TierSays(Generic[Cfg]):
-    """What one tier would say. `cfg` is None where it would decline, or has yet to find out."""
+    """What one tier would say, and whether that is an answer.
+
+    The autotune tier may have an answer to give and no config yet.
+    """
 
     tier: Tier
     cfg: Cfg | None
     says: str
+    answers: bool
+
+    @classmethod
+    def of(cls, tier: Tier, cfg: Cfg | None, says: str, why_not: str) -> TierSays[Cfg]:
+        return cls(tier, cfg, why_not if cfg is None else says, cfg is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Generic[Cfg]):
-    """What every tier would say to a call, and which one would answer."""
+    """What every tier would say to a call."""
 
     key: CacheKey
     checksum: str
-    answered_by: Tier | None
     tiers: tuple[TierSays[Cfg], ...]
+
+    @property
+    def answered_by(self) -> Tier | None:
+        """The tier that would answer; None where the call would fail."""
+        return next((said.tier for said in self.tiers if said.answers), None)
 
     def __str__(self) -> str:
         lines = [f"{self.key.op_id} on {self.key.device} (key {self.key.call_key[:8]})"]
         for said in self.tiers:
             mark = ">" if said.tier == self.answered_by else " "
-            lines.append(f"{mark} {said.tier:<10} {said.says}{_shown(said.cfg)}")
+            lines.append(f"{mark} {said.tier:<10} {said.says}" + ("" if said.cfg is None else f": {said.cfg!r}"))
         if self.answered_by is None:
             lines.append("> error      every tier declines")
         return "\n".join(lines)
-
-
-def _shown(cfg: Any) -> str:
-    return "" if cfg is None else f": {cfg!r}"

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import anyio
 import anyio.lowlevel
 from anyio.abc import ObjectReceiveStream
+
+from asel.loop import LoopHandle
 
 if TYPE_CHECKING:
     from asel.keys import CacheKey
@@ -257,6 +261,11 @@ class StoreFailed(Event):
     error_type: str
     message: str
 
+    @classmethod
+    def of(cls, key: CacheKey, operation: str, start: float, end: float, error: Exception) -> StoreFailed:
+        kind = type(error).__name__
+        return cls(key=key, start=start, end=end, operation=operation, error_type=kind, message=str(error))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoAnswer(Event):
@@ -292,13 +301,23 @@ _Route = tuple[Callable[[type[Event]], bool], Callable[[Event], object]]
 
 
 class FanOut:
-    """Hands each event to every sink, and keeps a failing one from hurting the rest."""
+    """Hands each event to every sink, on one loop, and keeps a failing one from hurting the rest.
 
-    def __init__(self, sinks: Iterable[Sink], on_event: Callable[[Event], object] | None) -> None:
+    `now` is the clock events are stamped with: the loop's, once there is one.
+    """
+
+    def __init__(self, sinks: Iterable[Sink] = (), on_event: Callable[[Event], object] | None = None) -> None:
         self._sinks: tuple[Sink, ...] = tuple(sinks)
         self._on_event = on_event
+        self._loop: LoopHandle | None = None
+        self.now: Callable[[], float] = time.monotonic
         self._reported: set[int] = set()
         self._settle()
+
+    def bind(self, loop: LoopHandle) -> None:
+        """Hand events over to this loop from now on, and take the time from it."""
+        self._loop = loop
+        self.now = loop.now
 
     def add(self, sink: Sink) -> None:
         self._sinks = (*self._sinks, sink)
@@ -325,6 +344,12 @@ class FanOut:
         return False
 
     def __call__(self, event: Event) -> None:
+        """Give an event to the sinks: at once in the loop's thread, soon from any other."""
+        loop = self._loop
+        if loop is None or loop.is_current() or not loop.post(partial(self._deliver, event)):
+            self._deliver(event)
+
+    def _deliver(self, event: Event) -> None:
         for ask, emit in self._routes:
             try:
                 if ask(type(event)):

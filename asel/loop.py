@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
@@ -47,8 +46,3 @@ class LoopHandle:
             # asyncio raises RuntimeError, trio its RunFinishedError, which is one.
             return False
         return True
-
-
-def clock_of(handle: LoopHandle | None) -> Callable[[], float]:
-    """Return the clock to stamp events with; before there is a loop, the system's."""
-    return time.monotonic if handle is None else handle.now

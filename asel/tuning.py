@@ -8,7 +8,6 @@ finds one or the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Generic
@@ -18,7 +17,7 @@ from anyio.abc import TaskGroup
 
 from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
 from asel.errors import SelectorClosedError, TuningError
-from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, Event, Persisted, StoreFailed
+from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut, Persisted, StoreFailed
 from asel.kernel import Cfg
 from asel.keys import CacheKey, Memo
 from asel.outcomes import Failed, Measured, Skipped, TuneReport
@@ -59,15 +58,13 @@ class Tuning(Generic[Cfg]):
         cache: ConfigCache[Cfg],
         tuner: Tunes[Cfg],
         store: Persistence[Cfg] | None,
-        emit: Callable[[Event], None],
-        now: Callable[[], float],
+        events: FanOut,
         store_timeout_s: float,
     ) -> None:
         self._cache = cache
         self._tuner = tuner
         self._store = store
-        self._emit = emit
-        self._now = now
+        self._events = events
         self._store_timeout_s = store_timeout_s
         self._tasks: TaskGroup | None = None
         self._running: dict[Tune[Cfg], None] = {}
@@ -89,12 +86,12 @@ class Tuning(Generic[Cfg]):
         self, job: TuneJob[Cfg], policy: AutotunePolicy, *, background: bool = False, on_purpose: bool = False
     ) -> tuple[Tune[Cfg], bool]:
         """Return the tune in flight for the job's key, and whether it is this one."""
-        make = partial(Tune, job, policy, self._now(), owned=self.owns_tunes, on_purpose=on_purpose)
+        make = partial(Tune, job, policy, self._events.now(), owned=self.owns_tunes, on_purpose=on_purpose)
         pending, begun = self._cache.begin(job.key, job.checksum, make)
         tune: Tune[Cfg] = pending  # type: ignore[assignment]
         if begun:
             self._running[tune] = None
-            self._emit(
+            self._events(
                 AutotuneStart(
                     key=job.key,
                     start=tune.started,
@@ -150,19 +147,19 @@ class Tuning(Generic[Cfg]):
         done = Done(report.winner, Match(), Provenance("autotune", report))
         if self._store is None:
             return done
-        start = self._now()
+        start = self._events.now()
         # Shielded, because the result is paid for; bounded, because a store may hang.
         with anyio.move_on_after(self._store_timeout_s, shield=True):
             try:
                 stored = await self._store.save(report, replace=tune.on_purpose)
             except Exception as error:
-                self._emit(store_failed(tune.job.key, "put", start, self._now(), error))
+                self._events(StoreFailed.of(tune.job.key, "put", start, self._events.now(), error))
                 return done
-            self._emit(
+            self._events(
                 Persisted(
                     key=tune.job.key,
                     start=start,
-                    end=self._now(),
+                    end=self._events.now(),
                     tune_id=tune.id,
                     cfg=stored.cfg,
                     adopted=stored.adopted,
@@ -170,7 +167,7 @@ class Tuning(Generic[Cfg]):
             )
             return Done(stored.cfg, Match(), Provenance("autotune", report)) if stored.adopted else done
         late = TimeoutError(f"the store did not answer within {self._store_timeout_s:g} s")
-        self._emit(store_failed(tune.job.key, "put", start, self._now(), late))
+        self._events(StoreFailed.of(tune.job.key, "put", start, self._events.now(), late))
         return done
 
     # How it ends: each of these is one step, with no await in it.
@@ -180,11 +177,11 @@ class Tuning(Generic[Cfg]):
         self._end(tune, done)
         self._tuned.put((job.key, job.checksum), True)
         outcomes = list(job.outcomes.values())
-        self._emit(
+        self._events(
             AutotuneFinish(
                 key=job.key,
                 start=tune.started,
-                end=self._now(),
+                end=self._events.now(),
                 tune_id=job.id,
                 cfg=done.cfg,
                 measured=sum(isinstance(outcome, Measured) for outcome in outcomes),
@@ -204,7 +201,7 @@ class Tuning(Generic[Cfg]):
             )
             wrapped.__cause__ = error
             error = wrapped
-        retry_at = self._now() + tune.policy.retry_after_s
+        retry_at = self._events.now() + tune.policy.retry_after_s
         self._failures.put((job.key, job.checksum), (retry_at, str(error)))
         self._end(tune, None)
         self._tell_failed(tune, type(error.__cause__ or error).__name__, str(error), retry_at)
@@ -225,11 +222,11 @@ class Tuning(Generic[Cfg]):
         self._tell_failed(tune, error_type, message, None)
 
     def _tell_failed(self, tune: Tune[Cfg], error_type: str, message: str, retry_at: float | None) -> None:
-        self._emit(
+        self._events(
             AutotuneFailed(
                 key=tune.job.key,
                 start=tune.started,
-                end=self._now(),
+                end=self._events.now(),
                 tune_id=tune.id,
                 error_type=error_type,
                 message=message,
@@ -262,12 +259,6 @@ class Tuning(Generic[Cfg]):
     def failure(self, key: CacheKey, checksum: str) -> tuple[float, str] | None:
         """Return how long a failed key has to wait yet, and why it failed; None if it may be tuned."""
         failed = self._failures.get((key, checksum))
-        if failed is None or failed[0] <= self._now():
+        if failed is None or failed[0] <= self._events.now():
             return None
-        return failed[0] - self._now(), failed[1]
-
-
-def store_failed(key: CacheKey, operation: str, start: float, end: float, error: Exception) -> StoreFailed:
-    return StoreFailed(
-        key=key, start=start, end=end, operation=operation, error_type=type(error).__name__, message=str(error)
-    )
+        return failed[0] - self._events.now(), failed[1]

@@ -17,9 +17,9 @@ TESTS = Path(__file__).parent
 # In the order of the arrow: a module imports only from those above it. `errors` and `events` are for everyone.
 ARROW = [
     "errors",
+    "loop",
     "events",
     "scopes",
-    "loop",
     "threads",
     "kernel",
     "canonical",
@@ -38,6 +38,9 @@ ARROW = [
     "tuning",
     "registry",
     "answers",
+    "calls",
+    "backlog",
+    "reading",
     "telemetry.structlog",
     "telemetry.opentelemetry",
     "telemetry",

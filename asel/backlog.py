@@ -1,0 +1,68 @@
+"""Keys whose callers could not wait: the loop sees to them, each once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asel.calls import Call
+from asel.devices import current_settings
+from asel.keys import CacheKey
+from asel.loop import LoopHandle
+
+__all__ = ["Backlog"]
+
+
+class Backlog:
+    """A queue from any thread to the chain's loop."""
+
+    def __init__(self, see_to: Callable[[Call], Awaitable[None]]) -> None:
+        self._see_to = see_to
+        self._inbox: deque[tuple[Context, Call]] = deque()
+        self._queued: set[tuple[CacheKey, str]] = set()
+        self._mail = anyio.Event()
+        self._progress = anyio.Event()
+
+    def add(self, call: Call, loop: LoopHandle) -> None:
+        """Have the loop see to a call, unless one with its key and checksum is queued already."""
+        address = (call.key, call.checksum)
+        if address not in self._queued:
+            call.settings = current_settings()  # of this thread, which need not be the loop's
+            self._queued.add(address)
+            self._inbox.append((copy_context(), call))
+            loop.post(lambda: self._mail.set())
+
+    async def serve(self, tasks: TaskGroup) -> None:
+        """See to what comes in, for as long as the chain is open."""
+        while True:
+            while self._inbox:
+                context, call = self._inbox.popleft()
+                context.run(tasks.start_soon, self._handle, call)  # in the caller's telemetry context
+            self._mail = anyio.Event()
+            await self._mail.wait()
+
+    async def _handle(self, call: Call) -> None:
+        try:
+            await self._see_to(call)
+        finally:
+            self._queued.discard((call.key, call.checksum))
+            self._tell_progress()
+
+    async def settled(self) -> None:
+        """Return once nothing is queued."""
+        while self._queued:
+            await self._progress.wait()
+
+    def drop(self) -> None:
+        """Forget what is queued."""
+        self._inbox.clear()
+        self._queued.clear()
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        woken, self._progress = self._progress, anyio.Event()
+        woken.set()
