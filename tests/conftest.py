@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from blockbuster import blockbuster_ctx
 
 from asel.registry import clear_invocations
 from asel.testing import virtual_backend
@@ -18,6 +19,13 @@ def anyio_backend(request):
 def real_backend(request):
     """For tests of threads, files and processes: both backends, in real time."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _loop_is_never_blocked():
+    """A blocking call on an asyncio event loop fails the test that made it."""
+    with blockbuster_ctx(scanned_modules=["asel"]):
+        yield
 
 
 @pytest.fixture(autouse=True)
