@@ -13,7 +13,7 @@ from asel.kernel import Cfg
 from asel.keys import CacheKey
 from asel.outcomes import TuneReport
 from asel.pending import Pending as PendingTune
-from asel.scopes import Scope, Stack
+from asel.scopes import Scope, Stack, any_scope_here
 
 __all__ = [
     "ChecksumState",
@@ -106,8 +106,7 @@ Checksum = str | None
 """None is the checksum of what a user put: it matches any."""
 
 _MISS: Miss[Any] = Miss()
-_overlays: Stack[Mapping[tuple[str, str, str], Any]] = Stack("asel_overlays")
-overlays_here = _overlays.frames
+_overlays: Stack[Mapping[tuple[str, str, str], Any]] = Stack()
 without_overlays = _overlays.cleared
 
 
@@ -129,9 +128,10 @@ class overlay_cache(Scope[Mapping[tuple[str, str, str], Any]]):
 
 def overlaid(key: tuple[str, str, str]) -> Any:
     """Return the config the innermost active overlay has for `key`, or None."""
-    for frame in reversed(overlays_here()):
-        if (cfg := frame.value.get(key)) is not None:
-            return cfg
+    if any_scope_here():
+        for mapping in reversed(_overlays.values()):
+            if (cfg := mapping.get(key)) is not None:
+                return cfg
     return None
 
 
@@ -212,7 +212,7 @@ class ConfigCache(Generic[Cfg]):
 
     def lookup(self, key: tuple[str, str, str], checksum: str | None = None) -> Lookup[Cfg]:
         """Return what is known of a key, settling loaded entries the first time a checksum is known."""
-        key = CacheKey(*key)
+        key = _as_key(key)
         with self._lock:
             slots = self._table.get(key)
             if not slots:
@@ -235,7 +235,7 @@ class ConfigCache(Generic[Cfg]):
     def peek(self, key: tuple[str, str, str], checksum: str) -> Lookup[Cfg]:
         """Return what `lookup` would, changing nothing."""
         with self._lock:
-            slots = self._table.get(CacheKey(*key), {})
+            slots = self._table.get(_as_key(key), {})
             entry = slots.get(None) or slots.get(checksum)
             done = None if entry is None else _answering(entry)
             if done is not None:
@@ -373,6 +373,10 @@ class ConfigCache(Generic[Cfg]):
         self._recency.pop((key, checksum), None)
         if not slots:
             self._table.pop(key, None)
+
+
+def _as_key(key: tuple[str, str, str]) -> CacheKey:
+    return key if type(key) is CacheKey else CacheKey(*key)
 
 
 def _answering(entry: Entry[Cfg]) -> Done[Cfg] | None:

@@ -331,11 +331,11 @@ class FanOut:
         routes: list[_Route] = [(getattr(sink, "wants", _anything), sink.emit) for sink in self._sinks]
         if self._on_event is not None:
             routes.append((_anything, self._on_event))
-        self._routes = tuple(routes)
+        self.routes = tuple(routes)
 
     def wants(self, kind: type[Event]) -> bool:
         """Tell whether anyone would look at an event of this kind."""
-        for ask, _ in self._routes:
+        for ask, _ in self.routes:
             try:
                 if ask(kind):
                     return True
@@ -350,7 +350,7 @@ class FanOut:
             self._deliver(event)
 
     def _deliver(self, event: Event) -> None:
-        for ask, emit in self._routes:
+        for ask, emit in self.routes:
             try:
                 if ask(type(event)):
                     emit(event)

@@ -76,8 +76,11 @@ _ATOMS = frozenset({int, bool, str, bytes, type(None)})
 class _Jax:
     """JAX's types and settings, learnt at the first call: importing asel does not import JAX."""
 
-    array: Any = type("NoArrayYet", (), {})
-    config: Any = None
+    known = False
+    array: Any = None
+    x64: Any = None
+    matmul_precision: Any = None
+    default_device: Any = None
 
     @classmethod
     def learn(cls) -> None:
@@ -85,7 +88,10 @@ class _Jax:
         import jax.numpy as jnp
 
         cls.array = type(jnp.zeros(()))
-        cls.config = jax.config
+        # The settings are context managers that know their value; to ask jax.config costs three times as much.
+        cls.x64, cls.matmul_precision = jax.enable_x64, jax.default_matmul_precision
+        cls.default_device = jax.default_device
+        cls.known = True
 
 
 def signature(inv: Any, kernel: Any) -> tuple[Any, ...]:
@@ -94,93 +100,98 @@ def signature(inv: Any, kernel: Any) -> tuple[Any, ...]:
     Raises:
         UnstableKeyError: an argument has no stable identity.
     """
-    if _Jax.config is None:
+    if not _Jax.known:
         _Jax.learn()
     array = _Jax.array
     tokens: list[Any] = [id(kernel)]
-    placed = False
+    append = tokens.append
+    # An array is its aval, and its sharding where that is not the array's before: hashing one costs more than all else.
+    placed = None
     for value in inv.args:
         if type(value) is array:
-            tokens.append(value.aval)
-            tokens.append(value.sharding)
-            placed = True
-        elif _append(value, tokens):
-            placed = True
+            append(value.aval)
+            sharding = value.sharding
+            if sharding is not placed:
+                append(sharding)
+                placed = sharding
+        else:
+            placed = _append(value, tokens, placed)
     if inv.kwargs:
-        tokens.append(_DICT)
+        append(_DICT)
         for name, value in inv.kwargs.items():
-            tokens.append(name)
-            if _append(value, tokens):
-                placed = True
-    config = _Jax.config
-    tokens.append(config.jax_enable_x64)
-    tokens.append(config.jax_default_matmul_precision)
-    if not placed:
-        tokens.append(config.jax_default_device)
+            append(name)
+            placed = _append(value, tokens, placed)
+    append(_Jax.x64.value)
+    append(_Jax.matmul_precision.value)
+    if placed is None:
+        append(_Jax.default_device.value)
     if inv.method is not None or inv.mesh is not None or inv.in_specs is not None or inv.batch_axes is not None:
-        tokens.append(_Mark.CALL)
-        tokens.append(_call_form(inv))
+        append(_Mark.CALL)
+        append(_call_form(inv))
     return tuple(tokens)
 
 
-def _append(value: Any, tokens: list[Any]) -> bool:
-    """Append the tokens of one value; tell whether it contains an array that lives on a device."""
+def _append(value: Any, tokens: list[Any], placed: Any) -> Any:
+    """Append the tokens of one value; return the sharding of the last array so far."""
     kind = type(value)
     if kind is _Jax.array:
         tokens.append(value.aval)
-        tokens.append(value.sharding)
-        return True
+        sharding = value.sharding
+        if sharding is not placed:
+            tokens.append(sharding)
+        return sharding
     if kind in _ATOMS:
         tokens.append(kind)
         tokens.append(value)
-        return False
-    placed = False
+        return placed
     if kind is dict:
         tokens.append(_DICT)
         for key, item in value.items():
             tokens.append(key if type(key) is str else canonical(key))
-            if _append(item, tokens):
-                placed = True
+            placed = _append(item, tokens, placed)
         tokens.append(_END)
         return placed
     if kind is tuple or kind is list:
         tokens.append(_TUPLE if kind is tuple else _LIST)
         for item in value:
-            if _append(item, tokens):
-                placed = True
+            placed = _append(item, tokens, placed)
         tokens.append(_END)
         return placed
-    return _append_other(value, tokens)
+    if kind is float:
+        tokens.append(float)
+        tokens.append(value.hex())  # 0.0 and -0.0 differ, and nan is itself
+        return placed
+    return _append_other(value, tokens, placed)
 
 
-def _append_other(value: Any, tokens: list[Any]) -> bool:
+def _append_other(value: Any, tokens: list[Any], placed: Any) -> Any:
     import jax
 
     if isinstance(value, jax.core.Tracer):
         tokens += (_Mark.TRACED, value.aval)
-        return False
+        return placed
     if isinstance(value, jax.Array):
         tokens += (value.aval, value.sharding)
-        return True
+        return value.sharding
     if isinstance(value, jax.ShapeDtypeStruct):
         tokens += (_Mark.SHAPE, value.shape, value.dtype, value.weak_type, value.sharding)
-        return value.sharding is not None
+        return placed if value.sharding is None else value.sharding
     if _is_numeric(value):
         tokens += (_Mark.NUMPY, value.shape, value.dtype)
-        return False
+        return placed
     if _is_duck_array(value):
-        tokens += (_Mark.DUCK, tuple(value.shape), str(value.dtype), frozenset(value.devices()))
-        return True
+        devices = frozenset(value.devices())
+        tokens += (_Mark.DUCK, tuple(value.shape), str(value.dtype), devices)
+        return devices
     if (node := _flatten_node(value)) is not None:
         children, aux = node
         tokens += (_Mark.NODE, type(value), canonical(aux))
-        placed = False
         for child in children:
-            placed |= _append(child, tokens)
+            placed = _append(child, tokens, placed)
         tokens.append(_END)
         return placed
     tokens.append(canonical(value))
-    return False
+    return placed
 
 
 def _is_numeric(value: Any) -> bool:
@@ -225,8 +236,7 @@ class _Encoder:
     def call(self, inv: Any) -> Canon:
         args = tuple(self.value(v, f"args[{i}]") for i, v in enumerate(inv.args))
         kwargs = self.pairs(inv.kwargs, "kwargs")
-        config = _Jax.config
-        settings = (int(config.jax_enable_x64), config.jax_default_matmul_precision)
+        settings = (int(_Jax.x64.value), _Jax.matmul_precision.value)
         return (args, kwargs, settings, _call_form(inv))
 
     def value(self, value: Any, path: str) -> Canon:
@@ -291,7 +301,7 @@ def call_key(inv: Any, kernel: Any = None) -> str:
 
 
 def _name_call(inv: Any, kernel: Any) -> tuple[str, _Encoder]:
-    if _Jax.config is None:
+    if not _Jax.known:
         _Jax.learn()
     declared = getattr(kernel, "buckets", None)
     encoder = _Encoder(Bucketing(declared, kernel.run) if declared else None)
@@ -465,6 +475,8 @@ class KeyMemo:
         try:
             if getattr(kernel, "key_builder", None) is None:
                 token = signature(inv, kernel)
+                if (found := self._resolved.young.get(token)) is not None:
+                    return found
             else:
                 built = canonical(_build_key(key_builder_of(kernel), inv), "key_builder(...)")
                 token = (id(kernel), built, *_whereabouts(inv))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from asel.errors import InvalidRequestError
-from asel.scopes import Scope, Stack
+from asel.scopes import Scope, Stack, any_scope_here
 
 if TYPE_CHECKING:
     from asel.keys import Objective
@@ -76,12 +76,8 @@ class _Override:
     updates: dict[str, Any]
 
 
-_overrides: Stack[_Override] = Stack("asel_policy_overrides")
-_forward_only: Stack[None] = Stack("asel_forward_only")
-
-# Bound once for the fast lane, which asks on every call.
-overrides_here = _overrides.frames
-forward_only_here = _forward_only.frames
+_overrides: Stack[_Override] = Stack()
+_forward_only: Stack[None] = Stack()
 
 
 class policy_override(Scope[_Override]):
@@ -117,15 +113,16 @@ class forward_autotune_only(Scope[None]):
 
 def effective_policy(base: AutotunePolicy, selector: object) -> AutotunePolicy:
     """Return `base` with the overrides that hold for `selector` in the current task."""
-    for frame in overrides_here():
-        if frame.value.selector is selector:
-            base = replace(base, **frame.value.updates)
+    if any_scope_here():
+        for override in _overrides.values():
+            if override.selector is selector:
+                base = replace(base, **override.updates)
     return base
 
 
 def objective_of(policy: AutotunePolicy) -> Objective:
     """Return what a tune under `policy` minimises, here and now."""
-    return "forward+backward" if policy.validate_backward and not forward_only_here() else "forward"
+    return "forward+backward" if policy.validate_backward and not _forward_only.values() else "forward"
 
 
 def tuning_switched_off() -> bool:

@@ -8,53 +8,58 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Generic, NamedTuple, Self, TypeVar
 
-__all__ = ["Frame", "Scope", "Stack"]
+__all__ = ["Scope", "Stack", "any_scope_here"]
 
 T = TypeVar("T")
 
 
 class Frame(NamedTuple, Generic[T]):
-    """One entry of a stack: the scope that made it, and what it says."""
+    """One open scope: the stack it is on, the object that opened it, and what it says."""
 
+    stack: object
     owner: object
     value: T
 
 
-class Stack(Generic[T]):
-    """The scopes that are open in the current task, outermost first.
+_open: ContextVar[tuple[Frame[Any], ...]] = ContextVar("asel_scopes", default=())
+any_scope_here = _open.get
+"""What is open in the current task, on whichever stack. Asked by the fast lane on every call, so it is one read."""
 
-    The stack is a tuple in a context variable: child tasks and worker threads start with a copy,
-    and what they open or close is theirs alone.
+
+class Stack(Generic[T]):
+    """The scopes of one kind that are open in the current task.
+
+    They are frames of one tuple in a context variable: child tasks and worker threads start with a
+    copy, and what they open or close is theirs alone.
     """
 
-    def __init__(self, name: str) -> None:
-        self._var: ContextVar[tuple[Frame[T], ...]] = ContextVar(name, default=())
-        # Bound once: the fast lane asks on every call.
-        self.frames = self._var.get
+    def values(self) -> list[T]:
+        """Return what the open scopes say, outermost first."""
+        return [frame.value for frame in _open.get() if frame.stack is self]
 
-    def push(self, frame: Frame[T]) -> None:
-        self._var.set((*self._var.get(), frame))
+    def push(self, owner: object, value: T) -> None:
+        _open.set((*_open.get(), Frame(self, owner, value)))
 
     def drop(self, owner: object) -> None:
-        """Remove the innermost frame of `owner`, wherever it is in the stack.
+        """Remove the innermost frame of `owner`, wherever it is.
 
         By owner and not by ContextVar token, so that scopes may close in any order, and closing in
         a task that never opened is harmless.
         """
-        frames = self._var.get()
+        frames = _open.get()
         for i in reversed(range(len(frames))):
             if frames[i].owner is owner:
-                self._var.set(frames[:i] + frames[i + 1 :])
+                _open.set(frames[:i] + frames[i + 1 :])
                 return
 
     @contextmanager
     def cleared(self) -> Iterator[None]:
-        """Hide every frame inside the block."""
-        token = self._var.set(())
+        """Hide every scope of this kind inside the block."""
+        token = _open.set(tuple(frame for frame in _open.get() if frame.stack is not self))
         try:
             yield
         finally:
-            self._var.reset(token)
+            _open.reset(token)
 
 
 class Scope(Generic[T]):
@@ -66,7 +71,7 @@ class Scope(Generic[T]):
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        self._stack.push(Frame(self, self._value()))
+        self._stack.push(self, self._value())
         return self
 
     def __exit__(

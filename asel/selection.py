@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from asel.answers import Explanation, Selection, TierSays
 from asel.backlog import Backlog
-from asel.cache import ConfigCache, Done, Hit, Lookup, Miss, Pending, overlaid, overlays_here
+from asel.cache import ConfigCache, Done, Hit, Lookup, Miss, Pending, overlaid
 from asel.calls import Call
 from asel.devices import current_settings
 from asel.errors import InvalidRequestError, SelectorClosedError, StoreError, TuningError
@@ -40,13 +40,12 @@ from asel.persistent import as_persistence
 from asel.policy import (
     AutotunePolicy,
     effective_policy,
-    forward_only_here,
     objective_of,
-    overrides_here,
     tuning_switched_off,
 )
 from asel.reading import Reading
 from asel.registry import record_invocation
+from asel.scopes import any_scope_here
 from asel.telemetry import default_sinks
 from asel.tuner import TuneJob, Tuner, as_tuner
 from asel.tuning import Tune, Tuning, inside_a_tune
@@ -177,19 +176,18 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         The fast lane past the walk: no scope is open that could answer before memory or change the
         checksum, and neither the cache nor the policy has changed since the answer was given.
         """
+        cache, events = self.cache, self._events
         if (
-            known.lane_generation != self.cache.generation
+            known.lane_generation != cache.generation
             or known.lane_policy is not self._policy
             or inv.override_cfg is not None
-            or overlays_here()
-            or overrides_here()
-            or forward_only_here()
+            or any_scope_here()
             or self._closed
         ):
             return False
-        if self.cache.max_entries is not None:
-            self.cache.touch(known.key, known.checksum(objective_of(self._policy)))
-        if self._events.wants(CacheHit):
+        if cache.max_entries is not None:
+            cache.touch(known.key, known.checksum(objective_of(self._policy)))
+        if events.routes and events.wants(CacheHit):
             now = self._events.now()
             self._events(CacheHit(key=known.key, start=now, end=now, level="memory", cfg=known.lane_cfg))
         return True
@@ -197,8 +195,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _call(self, inv: Any, kernel: Any, known: Resolved[Any] | None = None) -> Call:
         known = known or self._keys.resolve(inv, kernel)
         self._refuse_if_closed(known.key)
-        policy = effective_policy(self._policy, self) if overrides_here() else self._policy
-        return Call(inv, kernel, known, policy, self._events.now())
+        return Call(inv, kernel, known, effective_policy(self._policy, self), self._events.now())
 
     def _refuse_if_closed(self, key: CacheKey) -> None:
         if self._closed:
@@ -224,7 +221,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         generation = self.cache.generation  # read first: a change after it closes the lane again
         found = self.cache.lookup(call.key, call.checksum)
         if isinstance(found, Hit):
-            if call.policy is self._policy and not forward_only_here():
+            if not any_scope_here():
                 call.known.lane_cfg = found.cfg
                 call.known.lane_policy = call.policy
                 call.known.lane_generation = generation
@@ -323,8 +320,14 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return None
 
     def _begin(self, call: Call, *, background: bool = False, on_purpose: bool = False) -> tuple[Tune[Cfg], bool]:
+        make_job = partial(self._job, call)
+        return self._tuning.begin(
+            call.key, call.checksum, make_job, call.policy, background=background, on_purpose=on_purpose
+        )
+
+    def _job(self, call: Call) -> TuneJob[Cfg]:
         known, inv, policy = call.known, call.inv, call.policy
-        job: TuneJob[Cfg] = TuneJob(
+        return TuneJob(
             candidates=known.candidates,
             make_fn=partial(bind, call.kernel, inv, known.platform),
             args=tuple(inv.args),
@@ -340,7 +343,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             grace_s=lambda: self.close_grace_s if self._closed else 0.0,
             emit=self._events,
         )
-        return self._tuning.begin(job, policy, background=background, on_purpose=on_purpose)
 
     async def _wait(self, call: Call, tune: Tune[Cfg], begun: bool, wait_s: float | None) -> Done[Cfg] | None:
         """Return what the tune found, or None if that takes longer than `wait_s`."""

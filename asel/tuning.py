@@ -8,6 +8,7 @@ finds one or the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Generic
@@ -83,27 +84,37 @@ class Tuning(Generic[Cfg]):
         return self._tasks is not None
 
     def begin(
-        self, job: TuneJob[Cfg], policy: AutotunePolicy, *, background: bool = False, on_purpose: bool = False
+        self,
+        key: CacheKey,
+        checksum: str,
+        make_job: Callable[[], TuneJob[Cfg]],
+        policy: AutotunePolicy,
+        *,
+        background: bool = False,
+        on_purpose: bool = False,
     ) -> tuple[Tune[Cfg], bool]:
-        """Return the tune in flight for the job's key, and whether it is this one."""
-        make = partial(Tune, job, policy, self._events.now(), owned=self.owns_tunes, on_purpose=on_purpose)
-        pending, begun = self._cache.begin(job.key, job.checksum, make)
+        """Return the tune in flight for a key, and whether it was begun just now."""
+
+        def make() -> Tune[Cfg]:
+            return Tune(make_job(), policy, self._events.now(), owned=self.owns_tunes, on_purpose=on_purpose)
+
+        pending, begun = self._cache.begin(key, checksum, make)
         tune: Tune[Cfg] = pending  # type: ignore[assignment]
         if begun:
             self._running[tune] = None
             self._events(
                 AutotuneStart(
-                    key=job.key,
+                    key=key,
                     start=tune.started,
                     end=tune.started,
-                    tune_id=job.id,
-                    candidates=len(job.candidates),
-                    objective=job.objective,
+                    tune_id=tune.id,
+                    candidates=len(tune.job.candidates),
+                    objective=tune.job.objective,
                     background=background,
                 )
             )
             if self._tasks is not None:
-                self._tasks.start_soon(self._run, tune, name=f"asel tune of {job.key.op_id}")
+                self._tasks.start_soon(self._run, tune, name=f"asel tune of {key.op_id}")
         return tune, begun
 
     async def wait(self, tune: Tune[Cfg]) -> Done[Cfg]:
