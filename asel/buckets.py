@@ -5,24 +5,29 @@ from __future__ import annotations
 import bisect
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asel.errors import InvalidRequestError
 
 __all__ = ["Bucketing", "OutOfRange", "powers_of_two"]
 
+_DOUBLE_QUOTED = re.compile(r"\[\"([^\"']*)\"\]")
 _SPEC = re.compile(r"(?P<root>args\[\d+\]|kwargs\['[^']*'\]|[A-Za-z_]\w*)(?P<inner>.*)\.shape\[(?P<axis>-?\d+)\]")
 
 
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     """Return the powers of two from `low` to `high`, both included, both powers of two."""
     for name, bound in (("low", low), ("high", high)):
-        if bound < 1 or bound & (bound - 1):
-            raise InvalidRequestError(f"powers_of_two: {name}={bound} is not a power of two")
+        if not _is_size(bound) or bound < 1 or bound & (bound - 1):
+            raise InvalidRequestError(f"powers_of_two: {name}={bound!r} is not a power of two")
     if low > high:
         raise InvalidRequestError(f"powers_of_two: low={low} is above high={high}")
     return tuple(1 << n for n in range(low.bit_length() - 1, high.bit_length()))
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class OutOfRange(NamedTuple):
@@ -41,22 +46,18 @@ class Bucketing:
     the last is outside the declared range and stands for itself.
     """
 
-    def __init__(self, declared: Mapping[str, Sequence[int]], run: Callable[..., Any]) -> None:
+    def __init__(self, declared: Mapping[str, Sequence[int]], parameters: inspect.Signature | None) -> None:
         self._axes: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
-        parameters = _positions(run)
         for spec, bounds in declared.items():
-            match = _SPEC.fullmatch(spec)
+            match = _SPEC.fullmatch(_DOUBLE_QUOTED.sub(r"['\1']", spec))
             if match is None:
                 raise InvalidRequestError(
                     f"bucket {spec!r} does not name a dimension: write a parameter of run and its axis, "
                     "as in 'q.shape[1]' or \"cache['k'].shape[0]\""
                 )
-            ordered = tuple(bounds)
-            if not ordered or list(ordered) != sorted(set(ordered)):
-                raise InvalidRequestError(f"bucket {spec!r} needs ascending bounds, not {ordered!r}")
-            root, inner, axis = match["root"], match["inner"], int(match["axis"])
-            for path in _paths(root, parameters):
-                self._axes.setdefault(path + inner, []).append((axis, spec, ordered))
+            ordered = _checked_bounds(spec, bounds)
+            for path in _paths(spec, match["root"], parameters):
+                self._axes.setdefault(path + match["inner"], []).append((int(match["axis"]), spec, ordered))
 
     def apply(self, path: str, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], list[OutOfRange]]:
         """Return the shape with its bucketed dimensions coarsened, and what fell outside."""
@@ -76,17 +77,20 @@ class Bucketing:
         return tuple(dims), outside
 
 
-def _positions(run: Callable[..., Any]) -> dict[str, int]:
-    try:
-        signature = inspect.signature(run)
-    except (TypeError, ValueError):
-        return {}
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {p.name: i for i, p in enumerate(signature.parameters.values()) if p.kind in positional}
+def _checked_bounds(spec: str, bounds: Any) -> tuple[int, ...]:
+    ordered = tuple(bounds) if isinstance(bounds, Iterable) and not isinstance(bounds, str) else ()
+    if not ordered or not all(map(_is_size, ordered)) or list(ordered) != sorted(set(ordered)):
+        raise InvalidRequestError(f"bucket {spec!r} needs sizes in ascending order, not {bounds!r}")
+    return ordered
 
 
-def _paths(root: str, parameters: Mapping[str, int]) -> list[str]:
+def _paths(spec: str, root: str, parameters: inspect.Signature | None) -> list[str]:
     if root.startswith(("args[", "kwargs[")):
         return [root]
+    known = {} if parameters is None else dict(parameters.parameters)
+    positional = [p.name for p in known.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    open_ended = parameters is None or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in known.values())
+    if root not in known and not open_ended:
+        raise InvalidRequestError(f"bucket {spec!r}: run has no parameter {root!r}, only {', '.join(known)}")
     by_name = f"kwargs[{root!r}]"  # a parameter may be passed either way
-    return [f"args[{parameters[root]}]", by_name] if root in parameters else [by_name]
+    return [f"args[{positional.index(root)}]", by_name] if root in positional else [by_name]

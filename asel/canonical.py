@@ -19,7 +19,7 @@ import pathlib
 import sys
 import types
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,21 +28,9 @@ import numpy as np
 
 from asel.errors import UnstableKeyError
 
-__all__ = ["Canon", "canonical", "digest"]
+__all__ = ["Canon", "Canonicaliser", "canonical", "digest"]
 
 Canon = tuple[Any, ...]
-
-# Values whose text is their identity.
-_TEXTUAL = (
-    decimal.Decimal,
-    fractions.Fraction,
-    uuid.UUID,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    datetime.timezone,
-    pathlib.PurePath,
-)
 
 
 def digest(form: Canon) -> str:
@@ -54,38 +42,47 @@ def canonical(value: Any, path: str = "value", *, see_attributes: bool = False) 
     """Return the canonical form of `value`.
 
     Arrays count by their contents here: what reaches this function is a constant to the kernel.
-    With `see_attributes`, a plain object counts by its class and its `__dict__`: right for configs,
+    With `see_attributes`, a plain object counts by its class and its attributes: right for configs,
     which are data, and wrong for arguments, whose behaviour may hide elsewhere.
 
     Raises:
         UnstableKeyError: some part of `value`, named from `path` on, has no stable identity.
     """
-    return _Canonicaliser(see_attributes).form(value, path)
+    return Canonicaliser(see_attributes).form(value, path)
 
 
-class _Canonicaliser:
-    def __init__(self, see_attributes: bool) -> None:
+def refuse(value: Any, path: str) -> UnstableKeyError:
+    """Return the error that names an argument without a stable identity, and the way out."""
+    return UnstableKeyError(
+        f"{path} is a {_name(type(value))}, which has no identity that another process would agree on. "
+        "Pass a dataclass, a named function, a functools.partial or plain data instead, "
+        "or give the kernel a key_builder that says what matters about it.",
+        argument=path,
+    )
+
+
+class Canonicaliser:
+    """One pass over a value; `traced` tells whether it met a tracer."""
+
+    def __init__(self, see_attributes: bool = False) -> None:
         self._see_attributes = see_attributes
+        self.traced = False
         # What we are inside of, so that a function that closes over itself ends.
         self._open: list[int] = []
+        self._classes: list[int] = []
+        self._namespaces: list[dict[str, Any]] = []
 
     def form(self, value: Any, path: str) -> Canon:
-        kind = type(value)
-        if (atom := _ATOMS.get(kind)) is not None:
+        if (atom := _ATOMS.get(type(value))) is not None:
             return atom(value)
         if id(value) in self._open:
             return ("cycle", len(self._open) - self._open.index(id(value)))
-        with self._inside(value):
+        self._open.append(id(value))
+        try:
             for matches, form in _FORMS:
                 if matches(value):
                     return form(self, value, path)
-        return self._opaque(value, path)
-
-    @contextmanager
-    def _inside(self, value: Any) -> Iterator[None]:
-        self._open.append(id(value))
-        try:
-            yield
+            return self.opaque(value, path)
         finally:
             self._open.pop()
 
@@ -97,19 +94,46 @@ class _Canonicaliser:
             yield (self.form(key, f"{path} key {key!r}"), self.form(value, f"{path}[{key!r}]"))
 
     def fields(self, value: Any, names: Iterable[str], path: str) -> Canon:
-        return tuple((name, self.form(getattr(value, name), f"{path}.{name}")) for name in names)
-
-    def _opaque(self, value: Any, path: str) -> Canon:
-        state = getattr(value, "__dict__", None)
-        if self._see_attributes and state is not None and not callable(value):
-            with self._inside(value):
-                return ("object", _name(type(value)), _in_order(self.items(state.items(), path)))
-        raise UnstableKeyError(
-            f"{path} is a {_name(type(value))}, which has no identity that another process would agree on. "
-            "Pass a dataclass, a named function, a functools.partial or plain data instead, "
-            "or give the kernel a key_builder that says what matters about it.",
-            argument=path,
+        return tuple(
+            (name, self.form(getattr(value, name), f"{path}.{name}") if hasattr(value, name) else ("unset",))
+            for name in names
         )
+
+    def state(self, value: Any, path: str, *, beyond: Iterable[str] = ()) -> Canon:
+        """Return the attributes of an instance, from its dict and its slots, that are not in `beyond`."""
+        names = set(getattr(value, "__dict__", ()))
+        for base in type(value).__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            names.update([slots] if isinstance(slots, str) else slots)
+        return self.fields(value, sorted(names - {"__dict__", "__weakref__"} - set(beyond)), path)
+
+    def type_of(self, value: Any, path: str) -> Canon:
+        return _class(self, type(value), path)
+
+    def opaque(self, value: Any, path: str) -> Canon:
+        if type(value) is object and (name := self._sentinel(value)) is not None:
+            return ("sentinel", name)
+        has_state = hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in type(value).__mro__)
+        if self._see_attributes and has_state and not callable(value):
+            return ("object", self.type_of(value, path), self.state(value, path))
+        raise refuse(value, path)
+
+    @contextmanager
+    def within(self, namespace: dict[str, Any]) -> Iterator[None]:
+        self._namespaces.append(namespace)
+        try:
+            yield
+        finally:
+            self._namespaces.pop()
+
+    def _sentinel(self, value: Any) -> str | None:
+        """Return where the functions we are inside of would find a bare object(): that is its identity."""
+        for namespace in reversed(self._namespaces):
+            for holder in (namespace, *(vars(v) for v in namespace.values() if isinstance(v, types.ModuleType))):
+                for name, held in holder.items():
+                    if held is value:
+                        return f"{holder.get('__name__')}:{name}"
+        return None
 
 
 def _name(value: Any) -> str:
@@ -120,133 +144,225 @@ def _in_order(forms: Iterable[Canon]) -> Canon:
     return tuple(sorted(forms, key=repr))
 
 
-def _contents(array: Any) -> Canon:
-    data = np.asarray(array)
-    if data.dtype == object:
-        raise UnstableKeyError("an array of Python objects has no stable identity", argument="array")
-    return ("array", str(data.dtype), data.shape, hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest())
-
-
 _ATOMS: dict[type, Callable[[Any], Canon]] = {
     type(None): lambda v: ("none",),
     bool: lambda v: ("bool", int(v)),
-    int: lambda v: ("int", v),
+    int: lambda v: ("int", hex(v)),  # decimal digits have a limit
     float: lambda v: ("float", v.hex()),
     complex: lambda v: ("complex", v.real.hex(), v.imag.hex()),
     str: lambda v: ("str", v),
     bytes: lambda v: ("bytes", v),
     bytearray: lambda v: ("bytearray", bytes(v)),
     type(...): lambda v: ("ellipsis",),
-    range: lambda v: ("range", v.start, v.stop, v.step),
+    range: lambda v: ("range", hex(v.start), hex(v.stop), hex(v.step)),
 }
 
+# Values whose repr is their identity.
+_TEXTUAL = (
+    decimal.Decimal,
+    fractions.Fraction,
+    uuid.UUID,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    datetime.tzinfo,
+    pathlib.PurePath,
+    types.GenericAlias,
+)
 
-def _code(self: _Canonicaliser, code: types.CodeType, path: str) -> Canon:
+
+# ---------------------------------------------------------------------------------------------
+# Code.
+
+
+def _code(self: Canonicaliser, code: types.CodeType, path: str) -> Canon:
     # Neither the file nor the line: the same function at another path is the same function.
     return (
         "code",
         code.co_code,
-        code.co_names,
-        code.co_varnames,
-        code.co_freevars,
-        code.co_flags,
+        (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags),
+        (code.co_names, code.co_varnames, code.co_freevars),
         self.each(code.co_consts, path),
     )
 
 
-def _function(self: _Canonicaliser, fn: types.FunctionType, path: str) -> Canon:
+def _function(self: Canonicaliser, fn: types.FunctionType, path: str) -> Canon:
     cells = []
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            captured = cell.cell_contents
-        except ValueError:  # not bound yet
-            cells.append((name, ("unbound",)))
-        else:
-            cells.append((name, self.form(captured, f"{path} closing over {name!r}")))
-    return (
-        "function",
-        _name(fn),
-        _code(self, fn.__code__, path),
-        self.form(fn.__defaults__, f"{path} defaults"),
-        self.form(fn.__kwdefaults__, f"{path} defaults"),
-        tuple(cells),
-    )
+    with self.within(fn.__globals__):
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                captured = cell.cell_contents
+            except ValueError:  # not bound yet
+                cells.append((name, ("unbound",)))
+            else:
+                cells.append((name, self.form(captured, f"{path} closing over {name!r}")))
+        defaults = self.form((fn.__defaults__, fn.__kwdefaults__), f"{path} defaults")
+    return ("function", _name(fn), _code(self, fn.__code__, path), defaults, tuple(cells))
 
 
-def _builtin(self: _Canonicaliser, fn: Any, path: str) -> Canon:
+def _class(self: Canonicaliser, cls: type, path: str) -> Canon:
+    if "<locals>" not in cls.__qualname__:
+        return ("type", _name(cls))
+    if id(cls) in self._classes:
+        return ("cycle", _name(cls))
+    # Made by a function, which may make others of the same name: they count by what is in them.
+    self._classes.append(id(cls))
+    try:
+        held = {k: v for k, v in vars(cls).items() if k == "__call__" or not (k.startswith("__") and k.endswith("__"))}
+        body = tuple((name, self.form(_unwrapped(held[name]), f"{path}.{name}")) for name in sorted(held))
+        return ("local type", _name(cls), tuple(_class(self, base, path) for base in cls.__bases__), body)
+    finally:
+        self._classes.pop()
+
+
+def _unwrapped(attribute: Any) -> Any:
+    """Return what a descriptor in a class body stands for."""
+    if isinstance(attribute, staticmethod | classmethod):
+        return attribute.__func__
+    if isinstance(attribute, property):
+        return (attribute.fget, attribute.fset, attribute.fdel)
+    if isinstance(attribute, functools.cached_property):
+        return attribute.func
+    if isinstance(attribute, types.MemberDescriptorType | types.GetSetDescriptorType):
+        return "slot"
+    return attribute
+
+
+def _builtin(self: Canonicaliser, fn: Any, path: str) -> Canon:
     owner = getattr(fn, "__self__", None)
     if owner is None or isinstance(owner, types.ModuleType):
         return ("builtin", _name(fn))
     return ("bound builtin", fn.__name__, self.form(owner, f"{path}.__self__"))
 
 
-def _mapping(self: _Canonicaliser, value: Mapping[Any, Any], path: str) -> Canon:
+def _is_importable(value: Any) -> bool:
+    """Tell whether a library's callable is found under its own name, as pickle would find it."""
+    if not callable(value) or isinstance(value, type):
+        return False
+    name = getattr(value, "__name__", None)
+    homes = [getattr(value, "__module__", None) or ""]
+    if isinstance(value, np.ufunc):  # which do not know their module
+        homes = ["numpy", "scipy.special", "ml_dtypes"]
+    return any(getattr(sys.modules.get(home), str(name), None) is value for home in homes)
+
+
+# ---------------------------------------------------------------------------------------------
+# Data.
+
+
+def _mapping(self: Canonicaliser, value: Mapping[Any, Any], path: str) -> Canon:
     items = self.items(value.items(), path)
     ordered = tuple(items) if isinstance(value, OrderedDict) else _in_order(items)
-    return ("mapping", _name(type(value)), ordered)
+    factory = self.form(value.default_factory, f"{path} factory") if isinstance(value, defaultdict) else ()
+    return ("mapping", self.type_of(value, path), ordered, factory, self.state(value, path))
 
 
-def _sequence(self: _Canonicaliser, value: Any, path: str) -> Canon:
-    return ("sequence", _name(type(value)), self.each(value, path))
+def _sequence(self: Canonicaliser, value: Any, path: str) -> Canon:
+    return ("sequence", self.type_of(value, path), self.each(value, path), self.state(value, path))
 
 
-def _is_model(value: Any) -> bool:
-    return isinstance(getattr(type(value), "model_fields", None), dict)
+def _plain_subclass(self: Canonicaliser, value: Any, path: str) -> Canon:
+    plain = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
+    return ("as", self.type_of(value, path), _ATOMS[plain](plain(value)), self.state(value, path))
+
+
+def _dataclass(self: Canonicaliser, value: Any, path: str) -> Canon:
+    fields = dataclasses.fields(value)
+    # A subclass that is no dataclass of its own keeps what it adds in no field.
+    is_own = "__dataclass_fields__" in vars(type(value))
+    beyond = () if is_own else self.state(value, path, beyond=[f.name for f in fields])
+    compared = (f.name for f in fields if f.compare)
+    return ("dataclass", self.type_of(value, path), self.fields(value, compared, path), beyond)
+
+
+def _model(self: Canonicaliser, value: Any, path: str) -> Canon:
+    hidden = [getattr(value, part, None) for part in ("__pydantic_extra__", "__pydantic_private__")]
+    fields = self.fields(value, type(value).model_fields, path)
+    return ("model", self.type_of(value, path), fields, self.each(hidden, f"{path} (hidden fields)"))
+
+
+def _attrs(self: Canonicaliser, value: Any, path: str) -> Canon:
+    names = (attribute.name for attribute in type(value).__attrs_attrs__ if attribute.eq)
+    return ("attrs", self.type_of(value, path), self.fields(value, names, path))
+
+
+def _contents(self: Canonicaliser, array: Any, path: str) -> Canon:
+    if type(array) not in (np.ndarray, np.memmap) or array.dtype.hasobject:
+        raise refuse(array, path)
+    contents = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return ("array", _dtype(array.dtype), array.shape, contents)
+
+
+def _dtype(dtype: np.dtype[Any]) -> Canon:
+    is_plain = dtype.names is None and dtype.subdtype is None
+    return ("dtype", dtype.name, dtype.str) if is_plain else ("dtype", repr(dtype))
+
+
+# ---------------------------------------------------------------------------------------------
+# JAX.
 
 
 def _from_jax(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
-def _jax_value(self: _Canonicaliser, value: Any, path: str) -> Canon:
+def _jax_value(self: Canonicaliser, value: Any, path: str) -> Canon:
     """JAX's own values, told apart by what they are rather than by what they print."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
     if isinstance(value, jax.core.Tracer):
+        self.traced = True
         return ("traced", *aval_form(value.aval))
     if isinstance(value, jax.Array):
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-            return ("key array", str(value.dtype), _contents(jax.random.key_data(value)))
-        return _contents(value)
+            return ("key array", str(value.dtype), _contents(self, np.asarray(jax.random.key_data(value)), path))
+        return _contents(self, np.asarray(value), path)
     if isinstance(value, jax.ShapeDtypeStruct):
-        return ("shape", value.shape, str(value.dtype), self.form(value.sharding, f"{path}.sharding"))
+        sharding = self.form(value.sharding, f"{path}.sharding")
+        return ("shape", dims(value.shape), str(value.dtype), int(value.weak_type), sharding)
     if isinstance(value, PartitionSpec):
-        return ("spec", self.each(tuple(value), path))
+        axes = (frozenset(value.unreduced), frozenset(value.reduced))
+        return ("spec", self.each(value.partitions, path), self.each(axes, path))
+    if value is PartitionSpec.UNCONSTRAINED:
+        return ("unconstrained",)
     if isinstance(value, Mesh | AbstractMesh):
-        return ("mesh", tuple(value.shape.items()), tuple(map(str, value.axis_types)), _arrangement(value))
+        placed = _ranks(d.id for d in value.devices.flat) if isinstance(value, Mesh) else ()
+        return ("mesh", tuple(value.shape.items()), tuple(map(str, value.axis_types)), placed)
     if isinstance(value, NamedSharding):
         return ("named sharding", self.form(value.mesh, path), self.form(value.spec, path), value.memory_kind)
     if isinstance(value, jax.sharding.SingleDeviceSharding):
         return ("single device", value.memory_kind)
     if isinstance(value, Sharding):
         assigned: Any = value._device_assignment
-        devices = _ranks(d.id for d in assigned)
-        return ("sharding", _name(type(value)), devices, str(getattr(value, "_hlo_sharding", "")))
+        return (
+            "sharding",
+            _name(type(value)),
+            _ranks(d.id for d in assigned),
+            str(getattr(value, "_hlo_sharding", "")),
+        )
     if isinstance(value, jax.Device):
         return ("device", value.platform, value.device_kind)
-    # Functions that JAX has wrapped: jit, custom_vjp and their kin.
-    parts = [part for part in ("__wrapped__", "fun", "fwd", "bwd", "jvp", "nondiff_argnums") if hasattr(value, part)]
-    if callable(value) and parts:
-        return ("jax function", _name(type(value)), self.fields(value, parts, path))
-    if isinstance(value, np.generic | type):
-        return ("type", _name(value))
-    return self._opaque(value, path)
+    if callable(value) and hasattr(value, "__wrapped__"):
+        # What jit, custom_vjp and their kin make of a function: the function, and what they keep beside it.
+        beside = [name for name in getattr(value, "__dict__", ()) if not name.startswith("_")]
+        return ("jax function", _name(type(value)), self.fields(value, ("__wrapped__", *sorted(beside)), path))
+    return self.opaque(value, path)
 
 
 def aval_form(aval: Any) -> Canon:
     """Return what an abstract value says of an array: shape, dtype, weak type, explicit sharding."""
     sharding = getattr(aval, "sharding", None)
     spec: Canon = ()
-    if sharding is not None and not sharding.mesh.empty and any(part is not None for part in sharding.spec):
+    if sharding is not None and not sharding.mesh.empty and any(part is not None for part in sharding.spec.partitions):
         spec = canonical(sharding)
-    return (tuple(aval.shape), str(aval.dtype), int(getattr(aval, "weak_type", False)), spec)
+    return (dims(aval.shape), str(aval.dtype), int(getattr(aval, "weak_type", False)), spec)
 
 
-def _arrangement(mesh: Any) -> Canon:
-    devices = getattr(mesh, "devices", None)
-    return () if devices is None or not hasattr(devices, "flat") else _ranks(d.id for d in devices.flat)
+def dims(shape: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a shape in plain integers, whatever integers it was given in; symbolic dimensions by name."""
+    return tuple(int(n) if hasattr(n, "__index__") else str(n) for n in shape)
 
 
 def _ranks(ids: Iterable[int]) -> tuple[int, ...]:
@@ -256,18 +372,42 @@ def _ranks(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(rank[device] for device in listed)
 
 
-def _registered_node(value: Any) -> bool:
+def flatten_node(value: Any) -> tuple[list[tuple[str, Any]], Any] | None:
+    """Return a pytree node's children with the steps that lead to them, and its static part; None for a leaf.
+
+    An object that was registered as static is its own static part, which tells nothing of it.
+    """
     tree_util = sys.modules.get("jax.tree_util")  # nothing is registered with JAX before it is imported
-    return tree_util is not None and tree_util.default_registry.flatten_one_level(value) is not None
+    if tree_util is None or value is None:
+        return None
+    try:
+        flat = tree_util.default_registry.flatten_one_level_with_keys(value)
+    except (TypeError, ValueError):  # keys that do not compare: JAX could not take it as a tree either
+        return None
+    if flat is None or flat[1] is value:
+        return None
+    names = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+    steps = [f".{name}" for name in names] if names else [_step(key) for key, _ in flat[0]]
+    return list(zip(steps, (child for _, child in flat[0]), strict=True)), flat[1]
 
 
-def _node(self: _Canonicaliser, value: Any, path: str) -> Canon:
-    children, aux = sys.modules["jax.tree_util"].default_registry.flatten_one_level(value)
-    return ("node", _name(type(value)), self.form(aux, f"{path} (static fields)"), self.each(children, path))
+def _step(key: Any) -> str:
+    import jax
 
+    return f"[{key.key}]" if isinstance(key, jax.tree_util.FlattenedIndexKey) else str(key)
+
+
+def _node(self: Canonicaliser, value: Any, path: str) -> Canon:
+    node = flatten_node(value)
+    assert node is not None
+    children = tuple(self.form(child, path + step) for step, child in node[0])
+    return ("node", self.type_of(value, path), self.form(node[1], f"{path} (static fields)"), children)
+
+
+# ---------------------------------------------------------------------------------------------
 
 _Matcher = Callable[[Any], bool]
-_Former = Callable[[_Canonicaliser, Any, str], Canon]
+_Former = Callable[[Canonicaliser, Any, str], Canon]
 
 
 def _is(*kinds: Any) -> _Matcher:
@@ -276,9 +416,8 @@ def _is(*kinds: Any) -> _Matcher:
 
 # In order: the first that matches decides. Enums come before int and str, which some of them are.
 _FORMS: list[tuple[_Matcher, _Former]] = [
-    (_is(enum.Enum), lambda self, v, path: ("enum", _name(type(v)), v.name or str(v.value))),
-    (_is(type), lambda self, v, path: ("type", _name(v))),
-    (_is(types.GenericAlias), lambda self, v, path: ("alias", repr(v))),
+    (_is(enum.Enum), lambda self, v, path: ("enum", self.type_of(v, path), v.name or str(v.value))),
+    (_is(type), _class),
     (_is(types.FunctionType), _function),
     (_is(types.MethodType), lambda self, v, p: ("method", self.form(v.__func__, p), self.form(v.__self__, p))),
     (_is(types.CodeType), _code),
@@ -293,41 +432,24 @@ _FORMS: list[tuple[_Matcher, _Former]] = [
     ),
     (_is(functools._lru_cache_wrapper), lambda self, v, path: ("cached", self.form(v.__wrapped__, path))),
     (inspect.isbuiltin, _builtin),
+    (_is_importable, lambda self, v, path: ("importable", getattr(v, "__module__", None) or "", v.__name__)),
     (_is(types.ModuleType), lambda self, v, path: ("module", v.__name__)),
-    (_is(np.ufunc), lambda self, v, path: ("ufunc", v.__name__)),
-    (_is(np.dtype), lambda self, v, path: ("dtype", v.name if v.names is None else repr(v))),
-    (_is(np.ndarray), lambda self, v, path: _contents(v)),
+    (_is(np.dtype), lambda self, v, path: _dtype(v)),
+    (_is(np.ndarray), _contents),
     (_is(np.generic), lambda self, v, path: ("scalar", str(v.dtype), v.tobytes())),
     (_from_jax, _jax_value),
     (_is(slice), lambda self, v, path: ("slice", self.each((v.start, v.stop, v.step), path))),
-    (_is(*_TEXTUAL), lambda self, v, path: ("text", _name(type(v)), str(v))),
-    (
-        lambda v: dataclasses.is_dataclass(v),
-        lambda self, v, path: (
-            "dataclass",
-            _name(type(v)),
-            self.fields(v, (f.name for f in dataclasses.fields(v) if f.compare), path),
-        ),
-    ),
-    (_is_model, lambda self, v, path: ("model", _name(type(v)), self.fields(v, type(v).model_fields, path))),
-    (
-        lambda v: hasattr(type(v), "__attrs_attrs__"),
-        lambda self, v, path: (
-            "attrs",
-            _name(type(v)),
-            self.fields(v, (a.name for a in type(v).__attrs_attrs__ if a.eq), path),
-        ),
-    ),
-    (
-        _is(types.SimpleNamespace),
-        lambda self, v, path: ("namespace", _in_order(self.items(vars(v).items(), path))),
-    ),
+    (_is(*_TEXTUAL), lambda self, v, path: ("text", self.type_of(v, path), repr(v))),
+    (dataclasses.is_dataclass, _dataclass),
+    (lambda v: isinstance(getattr(type(v), "model_fields", None), dict), _model),
+    (lambda v: hasattr(type(v), "__attrs_attrs__"), _attrs),
+    (_is(types.SimpleNamespace), lambda self, v, path: ("namespace", self.type_of(v, path), self.state(v, path))),
     (_is(Mapping), _mapping),
     (_is(tuple, list), _sequence),
-    (_is(set, frozenset), lambda self, v, path: ("set", _name(type(v)), _in_order(self.each(v, path)))),
-    # Subclasses of the plain types that add a name and nothing else.
-    (_is(int), lambda self, v, path: ("int", _name(type(v)), int(v))),
-    (_is(float), lambda self, v, path: ("float", _name(type(v)), float(v).hex())),
-    (_is(str), lambda self, v, path: ("str", _name(type(v)), str(v))),
-    (_registered_node, _node),
+    (
+        _is(set, frozenset),
+        lambda self, v, path: ("set", self.type_of(v, path), _in_order(self.each(v, path)), self.state(v, path)),
+    ),
+    (_is(int, float, complex, str, bytes), _plain_subclass),
+    (lambda v: flatten_node(v) is not None, _node),
 ]

@@ -57,10 +57,10 @@ def device_fingerprint(dev: Any = None) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _fingerprint(dev: Any) -> str:
-    kind = getattr(dev, "device_kind", None) or getattr(dev, "platform", "unknown")
+    kind = str(getattr(dev, "device_kind", None) or getattr(dev, "platform", "unknown"))
     if kind == "cpu":
         kind = f"cpu {host_cpu()}"
-    return f"{kind}|{_platform_version(dev)}"
+    return "|".join(field.replace("\\", "\\\\").replace("|", "\\|") for field in (kind, _platform_version(dev)))
 
 
 @functools.cache

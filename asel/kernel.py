@@ -89,13 +89,13 @@ class FunctionKernel(Kernel[Cfg, Out]):
         buckets: Mapping[str, Sequence[int]] | None,
     ) -> None:
         super().__init__(op_id)
+        functools.update_wrapper(self, fn, updated=())  # its name and doc; its attributes are not the kernel's
         self.fn = fn
         self.version = version
         self.key_builder = key_builder
         self.buckets = buckets
-        self._configs = configs
+        self._configs = configs if callable(configs) else tuple(configs)
         self._heuristic = heuristic
-        functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Out:
         return self.fn(*args, **kwargs)
@@ -152,6 +152,20 @@ def variant(kernel: Any, method: str, platform: str, context: str | None) -> Cal
         if callable(found) and getattr(found, "__func__", None) is not getattr(Kernel, method, None):
             return found  # type: ignore[no-any-return]
     return None
+
+
+def has_default_candidates(kernel: Any) -> bool:
+    """Tell whether a kernel takes its candidates from `Kernel`: the heuristic's config and no other."""
+    names = [name for name in dir(kernel) if name.startswith("candidate_cfgs")]
+    return isinstance(kernel, Kernel) and names == ["candidate_cfgs"] and variant(kernel, names[0], "", None) is None
+
+
+def parameters_of(kernel: Any) -> inspect.Signature | None:
+    """Return the parameters that a kernel's arguments are named after, where they can be known."""
+    try:
+        return inspect.signature(kernel.fn if isinstance(kernel, FunctionKernel) else kernel.run)
+    except (TypeError, ValueError):
+        return None
 
 
 def key_builder_of(kernel: Any) -> Callable[[Any], Any] | None:

@@ -34,8 +34,9 @@ from asel.events import (
     Stale,
 )
 from asel.kernel import Cfg, Invocation, Kernel, Out, bind
-from asel.keys import CacheKey, KeyMemo, Memo, Resolved
+from asel.keys import CacheKey, KeyMemo, Resolved
 from asel.loop import LoopHandle
+from asel.memo import Memo
 from asel.persistent import as_persistence
 from asel.policy import (
     AutotunePolicy,
@@ -359,7 +360,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         call.declined.setdefault("persistent", "not asked, since this call cannot wait")
         if call.known.traced:
             untraced = call.without_tracers(self._keys)
-            record_invocation(*call.key, call.kernel, untraced.inv.args, untraced.inv.kwargs)
+            if not untraced.known.traced:  # a closure may still hold a tracer, which must not outlive its trace
+                record_invocation(*call.key, call.kernel, untraced.inv.args, untraced.inv.kwargs)
             return call.decline("autotune", self._queue(untraced))
         return call.decline("autotune", self._queue(call))
 

@@ -20,7 +20,8 @@ from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
 from asel.errors import SelectorClosedError, TuningError
 from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut, Persisted, StoreFailed
 from asel.kernel import Cfg
-from asel.keys import CacheKey, Memo
+from asel.keys import CacheKey
+from asel.memo import Memo
 from asel.outcomes import Failed, Measured, Skipped, TuneReport
 from asel.pending import Pending
 from asel.persistent import Persistence

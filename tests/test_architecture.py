@@ -25,6 +25,8 @@ ARROW = [
     "canonical",
     "devices",
     "buckets",
+    "memo",
+    "signatures",
     "keys",
     "policy",
     "outcomes",

@@ -1,0 +1,37 @@
+"""Answers remembered for a while."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Memo"]
+
+T = TypeVar("T")
+
+
+class Memo(Generic[T]):
+    """A bounded mapping that costs one dict look-up on a hit.
+
+    Two generations: when the young one is full it becomes the old one. What is asked for while old
+    is young again; what is not asked for during a whole generation is forgotten. No lock: each step
+    is one dict operation, and a race costs a recomputation at most.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self._half = max(1, max_entries // 2)
+        self.young: dict[Any, T] = {}
+        self._old: dict[Any, T] = {}
+
+    def get(self, key: Any) -> T | None:
+        found = self.young.get(key)
+        if found is None and (found := self._old.get(key)) is not None:
+            self.put(key, found)
+        return found
+
+    def put(self, key: Any, value: T) -> None:
+        if len(self.young) >= self._half:
+            self._old, self.young = self.young, {}
+        self.young[key] = value
+
+    def __len__(self) -> int:
+        return len(self.young.keys() | self._old.keys())

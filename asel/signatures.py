@@ -1,0 +1,354 @@
+"""What a call looks like: to this process, cheaply; and to every process, once.
+
+`signature` runs on every call and only has to be fast and faithful; `encode` runs once for each new
+signature and is the same everywhere. Both see the arguments alike: arrays count by shape, dtype,
+weak type and sharding; everything else is a constant and counts by type and value.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from asel.buckets import Bucketing, OutOfRange
+from asel.canonical import Canon, Canonicaliser, aval_form, canonical, dims, flatten_node
+from asel.errors import UnstableKeyError
+
+__all__ = ["Encoder", "default_device_setting", "refuse_if_endless", "signature", "whereabouts"]
+
+
+class _Mark(enum.Enum):
+    TUPLE = enum.auto()
+    LIST = enum.auto()
+    DICT = enum.auto()
+    NODE = enum.auto()
+    END = enum.auto()
+    TRACED = enum.auto()
+    NUMPY = enum.auto()
+    SHAPE = enum.auto()
+    DUCK = enum.auto()
+    CALL = enum.auto()
+    # Enum members hash through a Python method; identity is what we mean.
+    __hash__ = object.__hash__
+
+
+_TUPLE, _LIST, _DICT, _END = _Mark.TUPLE, _Mark.LIST, _Mark.DICT, _Mark.END
+_ATOMS = frozenset({int, bool, str, bytes, type(None)})
+_ORDERED = (OrderedDict, defaultdict)
+
+
+class _Jax:
+    """JAX's types and settings, learnt at the first call: importing asel does not import JAX."""
+
+    known = False
+    array: Any = None
+    x64: Any = None
+    matmul_precision: Any = None
+    default_device: Any = None
+
+    @classmethod
+    def learn(cls) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        with jax.ensure_compile_time_eval():  # the first call may come while JAX traces
+            cls.array = type(jnp.zeros(()))
+        # The settings are context managers that know their value; to ask jax.config costs three times as much.
+        cls.x64, cls.matmul_precision = jax.enable_x64, jax.default_matmul_precision
+        cls.default_device = jax.default_device
+        cls.known = True
+
+
+# ---------------------------------------------------------------------------------------------
+# The signature: one flat tuple. Every value is a run of tokens whose first tells what follows, so
+# no two different calls give the same run.
+
+
+def signature(inv: Any, kernel: Any) -> tuple[Any, ...]:
+    """Return a hashable tuple that differs wherever the answer may.
+
+    Raises:
+        UnstableKeyError: an argument has no stable identity.
+    """
+    if not _Jax.known:
+        _Jax.learn()
+    array = _Jax.array
+    tokens: list[Any] = [id(kernel)]
+    append = tokens.append
+    # An array is its aval, then its sharding unless it is that of the array before: hashing a
+    # sharding costs more than all else.
+    placed = None
+    for value in inv.args:
+        if type(value) is array:
+            append(value.aval)
+            sharding = value.sharding
+            if sharding is not placed and (placed is None or sharding != placed):
+                append(sharding)
+                placed = sharding
+        else:
+            placed = _append(value, tokens, placed)
+    if inv.kwargs:
+        append(_DICT)
+        for name, value in inv.kwargs.items():
+            append(name)
+            placed = _append(value, tokens, placed)
+    append(_Jax.x64.value)
+    append(_Jax.matmul_precision.value)
+    if placed is None:
+        append(_Jax.default_device.value)
+    if (
+        inv.method is not None
+        or inv.mesh is not None
+        or inv.in_specs is not None
+        or inv.out_specs is not None
+        or inv.batch_axes is not None
+        or inv.check_vma
+    ):
+        append(_Mark.CALL)
+        append(_call_form(inv))
+    return tuple(tokens)
+
+
+def _append(value: Any, tokens: list[Any], placed: Any) -> Any:
+    """Append the tokens of one value; return the sharding of the last array so far."""
+    kind = type(value)
+    if kind is _Jax.array:
+        tokens.append(value.aval)
+        sharding = value.sharding
+        if sharding is not placed and (placed is None or sharding != placed):
+            tokens.append(sharding)
+            return sharding
+        return placed
+    if kind in _ATOMS:
+        tokens.append(kind)
+        tokens.append(value)
+        return placed
+    if kind is dict:
+        tokens.append(_DICT)
+        for key, item in value.items():
+            tokens.append(key if type(key) is str else canonical(key))
+            placed = _append(item, tokens, placed)
+        tokens.append(_END)
+        return placed
+    if kind is tuple or kind is list:
+        tokens.append(_TUPLE if kind is tuple else _LIST)
+        for item in value:
+            placed = _append(item, tokens, placed)
+        tokens.append(_END)
+        return placed
+    if kind is float:
+        tokens.append(float)
+        tokens.append(value.hex())  # 0.0 and -0.0 differ, and nan is itself
+        return placed
+    return _append_other(value, tokens, placed)
+
+
+def _append_other(value: Any, tokens: list[Any], placed: Any) -> Any:
+    import jax
+
+    if isinstance(value, jax.core.Tracer):
+        tokens += (_Mark.TRACED, value.aval)
+        return placed
+    if isinstance(value, jax.Array):
+        tokens += (value.aval, value.sharding)
+        return value.sharding
+    if isinstance(value, jax.ShapeDtypeStruct):
+        tokens += (_Mark.SHAPE, value.shape, value.dtype, value.weak_type, value.sharding)
+        return placed if value.sharding is None else value.sharding
+    if _is_numeric(value):
+        tokens += (_Mark.NUMPY, value.shape, value.dtype)
+        return placed
+    if _is_duck_array(value):
+        devices = frozenset(value.devices())
+        tokens += (_Mark.DUCK, tuple(value.shape), str(value.dtype), devices)
+        return devices
+    if (node := _children(value)) is not None:
+        steps, aux = node
+        tokens += (_Mark.NODE, type(value), canonical(aux), len(steps))
+        for _, child in steps:
+            placed = _append(child, tokens, placed)
+        return placed
+    tokens.append(canonical(value))
+    return placed
+
+
+def _is_numeric(value: Any) -> bool:
+    # An array JAX could take as an argument. Arrays of objects or text are constants.
+    if type(value) not in (np.ndarray, np.memmap):
+        return False
+    return value.dtype.kind in "biufc" or (value.dtype.kind == "V" and value.dtype.names is None)
+
+
+def _is_duck_array(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype") and callable(getattr(value, "devices", None))
+
+
+def _children(value: Any) -> tuple[list[tuple[str, Any]], Any] | None:
+    """Return a container's children with the steps that lead to them, and its static part; None for a leaf."""
+    if type(value) in _ORDERED:  # JAX wants their keys to compare; we do not
+        aux = (list(value), getattr(value, "default_factory", None))
+        return [(f"[{key!r}]", item) for key, item in value.items()], aux
+    return flatten_node(value)
+
+
+def _call_form(inv: Any) -> Canon:
+    return (
+        "call",
+        inv.method,
+        canonical(inv.mesh, "mesh"),
+        canonical(inv.in_specs, "in_specs"),
+        canonical(inv.out_specs, "out_specs"),
+        int(inv.check_vma),
+        canonical(inv.batch_axes, "batch_axes"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The encoding: the same facts, with paths, in a form that every process agrees on.
+
+
+class Encoder:
+    """One pass over a call, and what it noticed: the device, tracers, sizes outside their buckets."""
+
+    def __init__(self, bucketing: Bucketing | None = None) -> None:
+        if not _Jax.known:
+            _Jax.learn()
+        self._bucketing = bucketing
+        self.device: Any = None
+        self.traced = False
+        self.outside: list[OutOfRange] = []
+
+    def call(self, inv: Any) -> Canon:
+        """Return the call's canonical form.
+
+        Raises:
+            UnstableKeyError: an argument has no stable identity.
+        """
+        args = tuple(self._value(v, f"args[{i}]") for i, v in enumerate(inv.args))
+        kwargs = self._pairs(inv.kwargs, "kwargs")
+        settings = (int(_Jax.x64.value), _Jax.matmul_precision.value)
+        return (args, kwargs, settings, _call_form(inv))
+
+    def _value(self, value: Any, path: str) -> Canon:
+        import jax
+
+        if isinstance(value, jax.core.Tracer):
+            self.traced = True
+            return self._array(path, *aval_form(value.aval))
+        if isinstance(value, jax.Array):
+            shape, dtype, weak, explicit = aval_form(value.aval)
+            placement = self._placement(value.sharding, path)
+            # Where the type of an array names its sharding, a tracer of it does too: they share a key.
+            return self._array(path, shape, dtype, weak, explicit or placement)
+        if isinstance(value, jax.ShapeDtypeStruct):
+            dtype = str(jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
+            placement = () if value.sharding is None else self._placement(value.sharding, path)
+            return self._array(path, dims(value.shape), dtype, int(value.weak_type), placement)
+        if _is_numeric(value):
+            return self._array(path, value.shape, str(jax.dtypes.canonicalize_dtype(value.dtype)), 0, ())
+        if _is_duck_array(value):
+            devices = sorted(value.devices(), key=lambda d: getattr(d, "id", 0))
+            self.device = self.device or devices[0]
+            return self._array(
+                path, dims(value.shape), str(value.dtype), 0, () if len(devices) == 1 else (len(devices),)
+            )
+        if type(value) is dict:
+            return ("dict", self._pairs(value, path))
+        if type(value) in (tuple, list):
+            items = tuple(self._value(item, f"{path}[{i}]") for i, item in enumerate(value))
+            return (type(value).__name__, items)
+        if (node := _children(value)) is not None:
+            steps, aux = node
+            inner = tuple(self._value(child, path + step) for step, child in steps)
+            return ("node", self._constant(type(value), path), self._constant(aux, f"{path} (static fields)"), inner)
+        return ("constant", self._constant(value, path))
+
+    def _constant(self, value: Any, path: str) -> Canon:
+        canonicaliser = Canonicaliser()
+        form = canonicaliser.form(value, path)
+        self.traced |= canonicaliser.traced
+        return form
+
+    def _pairs(self, mapping: Mapping[Any, Any], path: str) -> Canon:
+        encoded = (
+            (self._constant(key, f"{path} key"), self._value(item, f"{path}[{key!r}]")) for key, item in mapping.items()
+        )
+        return tuple(sorted(encoded, key=repr))
+
+    def _array(self, path: str, shape: tuple[Any, ...], dtype: str, weak: int, placement: Canon) -> Canon:
+        if self._bucketing is not None:
+            shape, outside = self._bucketing.apply(path, shape)
+            self.outside += outside
+        return ("array", shape, dtype, weak, placement)
+
+    def _placement(self, sharding: Any, path: str) -> Canon:
+        try:
+            devices = sharding.device_set
+        except ValueError:  # over an abstract mesh: a shape of no devices in particular
+            return canonical(sharding, f"{path}.sharding")
+        if self.device is None:
+            self.device = min(devices, key=lambda d: d.id)
+        return canonical(sharding, f"{path}.sharding") if len(devices) > 1 else ()
+
+
+def whereabouts(inv: Any) -> tuple[Any, bool]:
+    """Return the device a call's arguments live on, if they do, and whether some are being traced."""
+    import jax
+
+    device, traced = None, False
+    for leaf in _leaves((*inv.args, *inv.kwargs.values())):
+        if isinstance(leaf, jax.core.Tracer):
+            traced = True
+        elif device is None and (devices := _devices(leaf)):
+            device = min(devices, key=lambda d: getattr(d, "id", 0))
+    return device, traced
+
+
+def _devices(leaf: Any) -> Iterable[Any]:
+    import jax
+
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return () if leaf.sharding is None else leaf.sharding.device_set
+    return leaf.devices() if isinstance(leaf, jax.Array) or _is_duck_array(leaf) else ()
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if type(value) is dict:
+            yield from _leaves(value.values())
+        elif type(value) in (tuple, list):
+            yield from _leaves(value)
+        elif (node := _children(value)) is not None:
+            yield from _leaves(child for _, child in node[0])
+        else:
+            yield value
+
+
+def default_device_setting() -> Any:
+    """Return what the calling thread has set as its default device."""
+    if not _Jax.known:
+        _Jax.learn()
+    return _Jax.default_device.value
+
+
+def refuse_if_endless(inv: Any) -> UnstableKeyError:
+    """Return the error that names the argument whose structure is too deep to follow."""
+    named = [(f"args[{i}]", v) for i, v in enumerate(inv.args)] + [(f"kwargs[{k!r}]", v) for k, v in inv.kwargs.items()]
+    path = next((path for path, value in named if _is_endless(value)), "an argument")
+    return UnstableKeyError(f"{path} contains itself, or is nested too deeply to have a key", argument=path)
+
+
+def _is_endless(value: Any) -> bool:
+    try:
+        _append(value, [], None)
+    except RecursionError:
+        return True
+    except UnstableKeyError:
+        return False
+    return False
