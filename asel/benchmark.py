@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,66 +15,176 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from asel.canonical import aval_form
 from asel.devices import Settings
-from asel.measure import Sampler, Trial
+from asel.measure import How, Lowered, Sampler, Trial
+from asel.signatures import is_numeric
 from asel.threads import run_in_thread
 
-__all__ = ["JaxMeasure", "abstract", "concrete"]
+__all__ = ["JaxMeasure", "abstract", "concrete", "settings_held"]
+
+# A sample this long is far above the timer's noise and the cost of dispatching one run.
+_LEAST_SAMPLE_S = 200e-6
+_MOST_RUNS = 1000
+# What JAX raises when a function needs the values of what it is traced with.
+_NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, NotImplementedError)
 
 
 class JaxMeasure:
     """Times a candidate as `jax.jit` would run it.
 
     Array leaves of the arguments are parameters of the compiled function; everything else is a
-    constant. Tracers and shapes become zeros of the same shape, dtype and sharding.
+    constant. Tracers and shapes become zeros of the same shape, dtype and sharding. Where a kernel
+    cannot be differentiated it is timed forward, and where it cannot be traced as it is, un-jitted;
+    the sampler's `how` says so. A run shorter than `least_sample_s` is repeated within a sample.
     """
 
-    def __init__(self, *, timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, *, timer: Callable[[], float] = time.perf_counter, least_sample_s: float = _LEAST_SAMPLE_S
+    ) -> None:
         self._timer = timer
+        self._least_sample_s = max(least_sample_s, 100 * time.get_clock_info("perf_counter").resolution)
+
+    async def lower(self, trial: Trial[Any]) -> Lowered:
+        step = _in_thread(trial)
+        program = await step(f"lowering {trial.cfg!r}", partial(_Program, trial))
+
+        async def compile() -> Sampler:
+            await step(f"compiling {trial.cfg!r}", program.compile)
+            return _Timed(trial, program, self._timer, self._least_sample_s)
+
+        return Lowered(program.fingerprint, compile)
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
-        step = partial(run_in_thread, grace_s=trial.grace_s, left_behind=trial.left_behind)
-        run = await step(f"compiling {trial.cfg!r}", partial(_compile, trial))
-
-        def timed() -> float:
-            with _settings(trial.settings):
-                start = self._timer()
-                run()
-                return self._timer() - start
-
-        return partial(step, f"measuring {trial.cfg!r}", timed)
+        return await (await self.lower(trial)).compile()
 
 
-def _compile(trial: Trial[Any]) -> Callable[[], Any]:
-    """Return a function that runs the compiled candidate once and waits for its outputs."""
-    with _settings(trial.settings):
-        leaves, structure = jax.tree_util.tree_flatten((trial.args, dict(trial.kwargs)))
-        dynamic = [_is_array(leaf) for leaf in leaves]
-        arrays = [concrete(leaf, trial.device) for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
-
-        def forward(*values: Any) -> Any:
-            given = iter(values)
-            merged = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, dynamic, strict=True)]
-            args, kwargs = jax.tree_util.tree_unflatten(structure, merged)
-            return trial.fn(*args, **kwargs)
-
-        timed = forward if trial.objective == "forward" else _with_backward(forward, arrays)
-        compiled = jax.jit(timed).lower(*arrays).compile()
-        return lambda: jax.block_until_ready(compiled(*arrays))  # type: ignore[no-untyped-call]
+def _in_thread(trial: Trial[Any]) -> Callable[..., Any]:
+    return partial(run_in_thread, grace_s=trial.grace_s, left_behind=trial.left_behind)
 
 
-def _with_backward(forward: Callable[..., Any], arrays: list[Any]) -> Callable[..., Any]:
+class _Program:
+    """A candidate as a function of its arrays: lowered when made, runnable once compiled."""
+
+    def __init__(self, trial: Trial[Any]) -> None:
+        self._trial = trial
+        with settings_held(trial.settings):
+            leaves, structure = jax.tree_util.tree_flatten((trial.args, dict(trial.kwargs)))
+            dynamic = [_is_array(leaf) for leaf in leaves]
+            arrays = [concrete(leaf, trial.device) for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
+
+            def forward(*values: Any) -> Any:
+                given = iter(values)
+                merged = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, dynamic, strict=True)]
+                args, kwargs = jax.tree_util.tree_unflatten(structure, merged)
+                return trial.fn(*args, **kwargs)
+
+            self._arrays = arrays
+            self._forward = forward
+            self._executable: Callable[..., Any] | None = None
+            self.how, self._lowered = _lower(forward, arrays, trial.objective)
+            self.fingerprint = None if self._lowered is None else _fingerprint(self.how, self._lowered)
+
+    def compile(self) -> None:
+        with settings_held(self._trial.settings):
+            if self._lowered is None:
+                self._executable = self._forward
+            else:
+                self._executable = self._lowered.compile()
+                self._lowered = None
+
+    def run(self, times: int, timer: Callable[[], float]) -> float:
+        """Return the seconds that `times` runs took, each waited for."""
+        executable = self._executable
+        assert executable is not None
+        with settings_held(self._trial.settings):
+            arrays = self._arrays
+            if self.how == "eager":
+                # A kernel's own jit may donate its inputs; what is timed must be there for the next sample.
+                arrays = [jnp.copy(array) for array in arrays]
+                jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
+                times = 1
+            start = timer()
+            for _ in range(times):
+                jax.block_until_ready(executable(*arrays))  # type: ignore[no-untyped-call]
+            return timer() - start
+
+    def outputs(self) -> list[Any]:
+        """Return what a forward run returns, on the host."""
+        with settings_held(self._trial.settings):
+            outputs = self._forward(*self._arrays) if self.how == "eager" else jax.jit(self._forward)(*self._arrays)
+            if self._executable is not None and self.how == "forward":
+                outputs = self._executable(*self._arrays)
+            return [np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(outputs)]
+
+    def release(self) -> None:
+        self._executable = self._lowered = None
+        self._arrays = []
+
+
+class _Timed:
+    """A compiled candidate that can be sampled."""
+
+    def __init__(self, trial: Trial[Any], program: _Program, timer: Callable[[], float], least_sample_s: float) -> None:
+        self.how: How = program.how
+        self._step = _in_thread(trial)
+        self._what = f"measuring {trial.cfg!r}"
+        self._program = program
+        self._timer = timer
+        self._least_sample_s = least_sample_s
+        self._runs = 0
+
+    async def __call__(self) -> float:
+        seconds: float = await self._step(self._what, self._sample)
+        return seconds
+
+    def _sample(self) -> float:
+        if self._runs == 0:
+            once = self._program.run(1, self._timer)
+            self._runs = 1 if once <= 0 else min(_MOST_RUNS, max(1, math.ceil(self._least_sample_s / once)))
+            if self._runs == 1:
+                return once
+        return self._program.run(self._runs, self._timer) / (1 if self.how == "eager" else self._runs)
+
+    async def outputs(self) -> list[Any]:
+        outputs: list[Any] = await self._step(f"checking {self._what}", self._program.outputs)
+        return outputs
+
+    def release(self) -> None:
+        self._program.release()
+
+
+def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tuple[How, Any]:
+    """Return the best that can be timed of a function, lowered; nothing is lowered where it runs as it is."""
+    if objective == "forward+backward" and (backward := _with_backward(forward, arrays)) is not None:
+        try:
+            return "forward+backward", jax.jit(backward).lower(*arrays)
+        except Exception:
+            pass
+    try:
+        return "forward", jax.jit(forward).lower(*arrays)
+    except _NEEDS_VALUES:
+        jax.block_until_ready(forward(*arrays))  # type: ignore[no-untyped-call]
+        return "eager", None
+
+
+def _fingerprint(how: How, lowered: Any) -> str:
+    text = re.sub(r"module @\S+", "module @_", lowered.as_text(), count=1)
+    return hashlib.sha256(f"{how}\n{text}".encode()).hexdigest()
+
+
+def _with_backward(forward: Callable[..., Any], arrays: list[Any]) -> Callable[..., Any] | None:
     """Return forward and gradient of every inexact output with respect to every inexact input."""
     wanted = tuple(i for i, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.inexact))
     if not wanted:
-        return forward
+        return None
 
     def loss(*values: Any) -> Any:
         total = jnp.zeros((), jnp.float32)
-        for leaf in jax.tree_util.tree_leaves(forward(*values)):
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        for leaf in map(jnp.asarray, jax.tree_util.tree_leaves(forward(*values))):
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 total += jnp.sum(leaf.real).astype(jnp.float32) + jnp.sum(leaf.imag).astype(jnp.float32)
-            elif jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            elif jnp.issubdtype(leaf.dtype, jnp.inexact):
                 total += jnp.sum(leaf.astype(jnp.float32))
         return total
 
@@ -79,36 +192,52 @@ def _with_backward(forward: Callable[..., Any], arrays: list[Any]) -> Callable[.
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or (
-        isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"
-    )
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or is_numeric(leaf)
 
 
 def concrete(leaf: Any, device: Any = None) -> Any:
     """Return an array that can be computed with: `leaf` itself, or zeros in the place of a shape."""
-    if isinstance(leaf, jax.core.Tracer):
-        leaf = abstract(leaf)
+    leaf = abstract(leaf)
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    zeros = np.zeros(leaf.shape, leaf.dtype)
-    return jax.device_put(zeros, leaf.sharding if leaf.sharding is not None else device)
+    if leaf.weak_type:  # only Python's own numbers are weak
+        number = {"f": 0.0, "c": 0j}.get(np.dtype(leaf.dtype).kind, 0)
+        zeros = jnp.broadcast_to(jnp.asarray(number), leaf.shape)
+    else:
+        zeros = jnp.zeros(leaf.shape, leaf.dtype)
+    place = device if leaf.sharding is None else _on_real_devices(leaf.sharding)
+    return zeros if place is None else jax.device_put(zeros, place)
+
+
+def _on_real_devices(sharding: Any) -> Any:
+    """Return a sharding as it is, or over devices of this process where its mesh is abstract."""
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return sharding
+    devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    real = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    return jax.sharding.NamedSharding(real, sharding.spec)
 
 
 def abstract(leaf: Any) -> Any:
     """Return `leaf`, or its shape where it is a tracer, which must not outlive its trace."""
-    if isinstance(leaf, jax.core.Tracer):
-        weak_type = getattr(leaf.aval, "weak_type", False)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]
-    return leaf
+    if not isinstance(leaf, jax.core.Tracer):
+        return leaf
+    aval: Any = leaf.aval
+    sharding = aval.sharding if aval_form(aval)[3] else None
+    weak_type = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _settings(settings: Settings | None) -> Iterator[None]:
-    if settings is None:
-        yield
-        return
+def settings_held(settings: Settings | None) -> Iterator[None]:
+    """Hold a caller's JAX settings in the current thread."""
     with ExitStack() as stack:
-        stack.enter_context(jax.enable_x64(settings.x64))
-        stack.enter_context(jax.default_matmul_precision(settings.matmul_precision))
-        stack.enter_context(jax.default_device(settings.default_device))
+        if settings is not None:
+            stack.enter_context(jax.enable_x64(settings.x64))
+            stack.enter_context(jax.default_matmul_precision(settings.matmul_precision))
+            stack.enter_context(jax.default_device(settings.default_device))
+            stack.enter_context(jax.transfer_guard_host_to_device(settings.guards[0]))
+            stack.enter_context(jax.transfer_guard_device_to_device(settings.guards[1]))
+            stack.enter_context(jax.transfer_guard_device_to_host(settings.guards[2]))
         yield

@@ -7,6 +7,7 @@ such form (an object whose state we cannot see) is refused by name rather than h
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import decimal
@@ -19,6 +20,7 @@ import pathlib
 import sys
 import types
 import uuid
+import zoneinfo
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -105,7 +107,11 @@ class Canonicaliser:
         for base in type(value).__mro__:
             slots = base.__dict__.get("__slots__", ())
             names.update([slots] if isinstance(slots, str) else slots)
-        return self.fields(value, sorted(names - {"__dict__", "__weakref__"} - set(beyond)), path)
+        names -= {"__dict__", "__weakref__", *beyond}
+        computed = {
+            n for n in names if isinstance(inspect.getattr_static(type(value), n, None), functools.cached_property)
+        }
+        return self.fields(value, sorted(names - computed), path)
 
     def type_of(self, value: Any, path: str) -> Canon:
         return _class(self, type(value), path)
@@ -165,9 +171,9 @@ _TEXTUAL = (
     datetime.date,
     datetime.time,
     datetime.timedelta,
-    datetime.tzinfo,
+    datetime.timezone,
+    zoneinfo.ZoneInfo,
     pathlib.PurePath,
-    types.GenericAlias,
 )
 
 
@@ -200,6 +206,9 @@ def _function(self: Canonicaliser, fn: types.FunctionType, path: str) -> Canon:
     return ("function", _name(fn), _code(self, fn.__code__, path), defaults, tuple(cells))
 
 
+_TupleField: Any = type(vars(collections.namedtuple("_Named", ["x"]))["x"])
+
+
 def _class(self: Canonicaliser, cls: type, path: str) -> Canon:
     if "<locals>" not in cls.__qualname__:
         return ("type", _name(cls))
@@ -208,11 +217,22 @@ def _class(self: Canonicaliser, cls: type, path: str) -> Canon:
     # Made by a function, which may make others of the same name: they count by what is in them.
     self._classes.append(id(cls))
     try:
-        held = {k: v for k, v in vars(cls).items() if k == "__call__" or not (k.startswith("__") and k.endswith("__"))}
+        held = {k: v for k, v in vars(cls).items() if _tells(k, v)}
         body = tuple((name, self.form(_unwrapped(held[name]), f"{path}.{name}")) for name in sorted(held))
         return ("local type", _name(cls), tuple(_class(self, base, path) for base in cls.__bases__), body)
     finally:
         self._classes.pop()
+
+
+def _tells(name: str, attribute: Any) -> bool:
+    """Tell whether an entry of a class body was written by somebody: not the machinery of its metaclass."""
+    if name == "_abc_impl":
+        return False
+    if not (name.startswith("__") and name.endswith("__")):
+        return True
+    code = getattr(getattr(attribute, "__func__", attribute), "__code__", None)
+    # Those that dataclasses, attrs and namedtuples generate follow from the fields.
+    return code is not None and not code.co_filename.startswith("<") and name != "__repr__"
 
 
 def _unwrapped(attribute: Any) -> Any:
@@ -223,7 +243,7 @@ def _unwrapped(attribute: Any) -> Any:
         return (attribute.fget, attribute.fset, attribute.fdel)
     if isinstance(attribute, functools.cached_property):
         return attribute.func
-    if isinstance(attribute, types.MemberDescriptorType | types.GetSetDescriptorType):
+    if isinstance(attribute, types.MemberDescriptorType | types.GetSetDescriptorType | _TupleField):
         return "slot"
     return attribute
 
@@ -238,6 +258,10 @@ def _builtin(self: Canonicaliser, fn: Any, path: str) -> Canon:
 def _is_importable(value: Any) -> bool:
     """Tell whether a library's callable is found under its own name, as pickle would find it."""
     if not callable(value) or isinstance(value, type):
+        return False
+    # What a user's function was wrapped in counts by the function, not by the name it is found under.
+    is_numpy = type(value).__module__.partition(".")[0] == "numpy"
+    if not is_numpy and (not _from_jax(value) or hasattr(value, "__wrapped__")):
         return False
     name = getattr(value, "__name__", None)
     homes = [getattr(value, "__module__", None) or ""]
@@ -262,8 +286,18 @@ def _sequence(self: Canonicaliser, value: Any, path: str) -> Canon:
 
 
 def _plain_subclass(self: Canonicaliser, value: Any, path: str) -> Canon:
-    plain = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
-    return ("as", self.type_of(value, path), _ATOMS[plain](plain(value)), self.state(value, path))
+    # The base's own view of the value: a subclass may convert or print as something else.
+    plain, view = next((kind, view) for kind, view in _PLAIN.items() if isinstance(value, kind))
+    return ("as", self.type_of(value, path), _ATOMS[plain](view(value)), self.state(value, path))
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__index__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+}
 
 
 def _dataclass(self: Canonicaliser, value: Any, path: str) -> Canon:
@@ -438,6 +472,19 @@ _FORMS: list[tuple[_Matcher, _Former]] = [
     (_is(np.ndarray), _contents),
     (_is(np.generic), lambda self, v, path: ("scalar", str(v.dtype), v.tobytes())),
     (_from_jax, _jax_value),
+    (
+        _is(types.GenericAlias),
+        lambda self, v, path: ("alias", self.form(v.__origin__, path), self.each(v.__args__, path)),
+    ),
+    (
+        lambda v: getattr(v, "tzinfo", None) is not None and isinstance(v, datetime.datetime | datetime.time),
+        lambda self, v, path: (
+            "text",
+            self.type_of(v, path),
+            repr(v.replace(tzinfo=None)),
+            self.form(v.tzinfo, f"{path}.tzinfo"),
+        ),
+    ),
     (_is(slice), lambda self, v, path: ("slice", self.each((v.start, v.stop, v.step), path))),
     (_is(*_TEXTUAL), lambda self, v, path: ("text", self.type_of(v, path), repr(v))),
     (dataclasses.is_dataclass, _dataclass),

@@ -25,6 +25,8 @@ class Settings(NamedTuple):
     x64: bool
     matmul_precision: str | None
     default_device: Any
+    guards: tuple[Any, Any, Any] = (None, None, None)
+    """Transfer guards: host to device, device to device, device to host."""
 
 
 def current_settings() -> Settings:
@@ -32,7 +34,12 @@ def current_settings() -> Settings:
     import jax
 
     config: Any = jax.config
-    return Settings(config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device)
+    guards = (
+        config.jax_transfer_guard_host_to_device,
+        config.jax_transfer_guard_device_to_device,
+        config.jax_transfer_guard_device_to_host,
+    )
+    return Settings(config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device, guards)
 
 
 def default_device() -> Any:
@@ -59,18 +66,15 @@ def device_fingerprint(dev: Any = None) -> str:
 def _fingerprint(dev: Any) -> str:
     kind = str(getattr(dev, "device_kind", None) or getattr(dev, "platform", "unknown"))
     if kind == "cpu":
-        kind = f"cpu {host_cpu()}"
+        kind = f"cpu {HOST_CPU}"
     return "|".join(field.replace("\\", "\\\\").replace("|", "\\|") for field in (kind, _platform_version(dev)))
 
 
-@functools.cache
-def host_cpu() -> str:
-    """Return this machine's CPU as `model, cores, vector features`."""
+def _read_cpuinfo() -> str:
     try:
-        described = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        described = ""
-    return describe_cpu(described, _usable_cores())
+        return ""
 
 
 def describe_cpu(cpuinfo: str, cores: int) -> str:
@@ -99,6 +103,10 @@ def _usable_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# Read at import: the first selection may come on an event loop, where no file is read.
+HOST_CPU = describe_cpu(_read_cpuinfo(), _usable_cores())
 
 
 def platform_of(dev: Any) -> str:

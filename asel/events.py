@@ -29,6 +29,7 @@ __all__ = [
     "AutotuneFinish",
     "AutotuneStart",
     "CacheHit",
+    "CandidateEliminated",
     "CandidateFailed",
     "CandidateMeasured",
     "CandidateSkipped",
@@ -163,6 +164,17 @@ class CandidateFailed(Event):
     error_type: str
     message: str
     still_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateEliminated(Event):
+    """A candidate was clearly slower than the leader and dropped out of the race."""
+
+    name: ClassVar[str] = "candidate_eliminated"
+    tune_id: str
+    index: int
+    cfg: Any
+    round: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

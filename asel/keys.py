@@ -48,7 +48,10 @@ def call_key(inv: Any, kernel: Any = None) -> str:
     Raises:
         UnstableKeyError: an argument has no stable identity.
     """
-    return _name_call(inv, kernel)[0]
+    try:
+        return _name_call(inv, kernel)[0]
+    except RecursionError:
+        raise refuse_if_endless(inv) from None
 
 
 def _name_call(inv: Any, kernel: Any) -> tuple[str, Encoder]:

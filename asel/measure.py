@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Literal, Protocol
 
 from asel.devices import Settings
 from asel.kernel import Cfg
 from asel.keys import Objective
 from asel.threads import Busy
 
-__all__ = ["Measure", "Sampler", "Trial"]
+__all__ = ["How", "Lowered", "Measure", "Sampler", "Trial", "lower"]
 
-Sampler = Callable[[], Awaitable[float]]
-"""Runs the candidate once, alone on its device, and returns the seconds it took."""
+How = Literal["forward+backward", "forward", "eager"]
+"""What a sample really is: what cannot be differentiated is timed forward, and what cannot be traced, as it is."""
+
+
+class Sampler(Protocol):
+    """Runs the candidate, alone on its device, and returns the seconds one run took.
+
+    May also have `how`, where that is not the trial's objective; `outputs()`, what a run returns, on
+    the host; and `release()`, called when the candidate is out of the race.
+    """
+
+    def __call__(self) -> Awaitable[float]: ...
 
 
 @dataclass(slots=True)
@@ -34,7 +44,27 @@ class Trial(Generic[Cfg]):
     left_behind: list[Busy] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A candidate's program before it is compiled. Equal fingerprints are equal programs."""
+
+    fingerprint: str | None
+    compile: Callable[[], Awaitable[Sampler]]
+
+
 class Measure(Protocol):
-    """Makes a candidate ready to be timed. Whatever it raises is that candidate's outcome."""
+    """Makes a candidate ready to be timed. Whatever it raises is that candidate's outcome.
+
+    May also have `lower(trial)`, returning a `Lowered`, so that equal programs are compiled once.
+    """
 
     async def compile(self, trial: Trial[Any]) -> Sampler: ...
+
+
+async def lower(measure: Measure, trial: Trial[Any]) -> Lowered:
+    """Return the candidate's program; a measure that does not lower tells nothing of it."""
+    lowers = getattr(measure, "lower", None)
+    if lowers is None:
+        return Lowered(None, lambda: measure.compile(trial))
+    lowered: Lowered = await lowers(trial)
+    return lowered

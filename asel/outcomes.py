@@ -24,6 +24,12 @@ class Measured(Generic[Cfg]):
     median_s: float
     samples_s: tuple[float, ...]
     compile_s: float
+    how: str = "forward"
+    """What was timed: `forward+backward`, `forward`, or `eager` where it could not be compiled."""
+    alias_of: Cfg | None = None
+    """The candidate with the same program, whose samples these are."""
+    eliminated: int | None = None
+    """The round after which it was out of the race; None for a finalist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,9 @@ class TuneReport(Generic[Cfg]):
     objective: Objective = "forward"
     incumbent: Cfg | None = None
     noise: float = 0.0
+    """How far apart two medians may be and still be a tie, as a fraction."""
+    margin: float = 0.0
+    """By how much of the incumbent's time the winner is faster."""
     tune_budget_s: float | None = None
     candidate_timeout_s: float | None = None
 
@@ -103,11 +112,16 @@ def _plain(cfg: Any) -> Any:
 
 def _outcome_to_dict(outcome: Outcome[Any], dump: Callable[[Any], Any]) -> dict[str, Any]:
     facts = {f.name: getattr(outcome, f.name) for f in dataclasses.fields(outcome) if f.name != "error"}
-    return {"kind": type(outcome).__name__.lower(), **facts, "cfg": dump(outcome.cfg)}
+    facts["cfg"] = dump(outcome.cfg)
+    if facts.get("alias_of") is not None:
+        facts["alias_of"] = dump(facts["alias_of"])
+    return {"kind": type(outcome).__name__.lower(), **facts}
 
 
 def _outcome_from_dict(facts: dict[str, Any], load: Callable[[Any], Any]) -> Outcome[Any]:
     kind = _KINDS[facts.pop("kind")]
+    facts["cfg"] = load(facts["cfg"])
     if kind is Measured:
         facts["samples_s"] = tuple(facts["samples_s"])
-    return kind(**{**facts, "cfg": load(facts["cfg"])})  # type: ignore[no-any-return]
+        facts["alias_of"] = None if facts["alias_of"] is None else load(facts["alias_of"])
+    return kind(**facts)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from typing import Any, Generic, NoReturn, Self
 import anyio
 from anyio.abc import TaskGroup
 
+from asel.adapters import as_tuner
 from asel.answers import Explanation, Selection, TierSays
 from asel.backlog import Backlog
 from asel.cache import ConfigCache, Done, Hit, Lookup, Miss, Pending, overlaid
@@ -48,7 +49,7 @@ from asel.reading import Reading
 from asel.registry import record_invocation
 from asel.scopes import any_scope_here
 from asel.telemetry import default_sinks
-from asel.tuner import TuneJob, Tuner, as_tuner
+from asel.tuner import TuneJob, Tuner
 from asel.tuning import Tune, Tuning, inside_a_tune
 
 __all__ = ["ConfigSelectorChain"]

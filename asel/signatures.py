@@ -18,7 +18,7 @@ from asel.buckets import Bucketing, OutOfRange
 from asel.canonical import Canon, Canonicaliser, aval_form, canonical, dims, flatten_node
 from asel.errors import UnstableKeyError
 
-__all__ = ["Encoder", "default_device_setting", "refuse_if_endless", "signature", "whereabouts"]
+__all__ = ["Encoder", "default_device_setting", "is_numeric", "refuse_if_endless", "signature", "whereabouts"]
 
 
 class _Mark(enum.Enum):
@@ -159,7 +159,7 @@ def _append_other(value: Any, tokens: list[Any], placed: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         tokens += (_Mark.SHAPE, value.shape, value.dtype, value.weak_type, value.sharding)
         return placed if value.sharding is None else value.sharding
-    if _is_numeric(value):
+    if is_numeric(value):
         tokens += (_Mark.NUMPY, value.shape, value.dtype)
         return placed
     if _is_duck_array(value):
@@ -176,8 +176,8 @@ def _append_other(value: Any, tokens: list[Any], placed: Any) -> Any:
     return placed
 
 
-def _is_numeric(value: Any) -> bool:
-    # An array JAX could take as an argument. Arrays of objects or text are constants.
+def is_numeric(value: Any) -> bool:
+    """Tell whether a NumPy array is one JAX could take; arrays of objects, text or records are constants."""
     if type(value) not in (np.ndarray, np.memmap):
         return False
     return value.dtype.kind in "biufc" or (value.dtype.kind == "V" and value.dtype.names is None)
@@ -192,8 +192,12 @@ def _is_duck_array(value: Any) -> bool:
 def _children(value: Any) -> tuple[list[tuple[str, Any]], Any] | None:
     """Return a container's children with the steps that lead to them, and its static part; None for a leaf."""
     if type(value) in _ORDERED:  # JAX wants their keys to compare; we do not
-        aux = (list(value), getattr(value, "default_factory", None))
-        return [(f"[{key!r}]", item) for key, item in value.items()], aux
+        if isinstance(value, defaultdict):  # a dict's order is how it was made
+            items = sorted(value.items(), key=lambda item: repr(canonical(item[0])))
+        else:
+            items = list(value.items())
+        aux = ([key for key, _ in items], getattr(value, "default_factory", None))
+        return [(f"[{key!r}]", item) for key, item in items], aux
     return flatten_node(value)
 
 
@@ -250,7 +254,7 @@ class Encoder:
             dtype = str(jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
             placement = () if value.sharding is None else self._placement(value.sharding, path)
             return self._array(path, dims(value.shape), dtype, int(value.weak_type), placement)
-        if _is_numeric(value):
+        if is_numeric(value):
             return self._array(path, value.shape, str(jax.dtypes.canonicalize_dtype(value.dtype)), 0, ())
         if _is_duck_array(value):
             devices = sorted(value.devices(), key=lambda d: getattr(d, "id", 0))
@@ -314,7 +318,10 @@ def _devices(leaf: Any) -> Iterable[Any]:
     import jax
 
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return () if leaf.sharding is None else leaf.sharding.device_set
+        try:
+            return () if leaf.sharding is None else leaf.sharding.device_set
+        except ValueError:  # over an abstract mesh
+            return ()
     return leaf.devices() if isinstance(leaf, jax.Array) or _is_duck_array(leaf) else ()
 
 

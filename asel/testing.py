@@ -131,7 +131,9 @@ class ScriptedMeasure:
 def _scripted(script: Any, cfg: Any) -> Any:
     if callable(script):
         return script(cfg)
-    return script.get(cfg) if isinstance(script, Mapping) else script
+    if not isinstance(script, Mapping):
+        return script
+    return next((value for key, value in script.items() if key == cfg), None)  # configs may be unhashable
 
 
 class RecordingSink:

@@ -16,6 +16,7 @@ from typing import Generic
 import anyio
 from anyio.abc import TaskGroup
 
+from asel.adapters import Tunes
 from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
 from asel.errors import SelectorClosedError, TuningError
 from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut, Persisted, StoreFailed
@@ -27,7 +28,7 @@ from asel.pending import Pending
 from asel.persistent import Persistence
 from asel.policy import AutotunePolicy
 from asel.threads import Busy
-from asel.tuner import TuneJob, Tunes
+from asel.tuner import TuneJob
 
 __all__ = ["Tune", "Tuning", "inside_a_tune"]
 

@@ -52,7 +52,7 @@ def call(size: int = 8, device: FakeDevice = H100, **kwargs: Any) -> Invocation[
 
 def scripted(costs: Any = COSTS, **script: Any) -> tuple[Tuner[Blocks], ScriptedMeasure]:
     measure = ScriptedMeasure(costs, **script)
-    return Tuner(warmup=1, iters=1, measure=measure), measure
+    return Tuner(warmup=1, iters=1, measure=measure, strategy="exhaustive"), measure
 
 
 class Bench:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import datetime
 import decimal
+import enum
 import fractions
 import functools
 import pathlib
@@ -14,8 +16,9 @@ import sys
 import threading
 import types
 import uuid
-from typing import Any
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import attrs
 import jax
 import jax.numpy as jnp
 import key_examples as ex
@@ -29,7 +32,7 @@ from key_examples import P, captured
 from asel import UnstableKeyError
 from asel.canonical import aval_form, canonical, digest
 
-form = canonical
+T = TypeVar("T")
 
 
 def form_or_refusal(value: Any) -> Any:
@@ -290,8 +293,8 @@ def test_plain_values_need_no_jax():
 def test_closures_from_one_line_differ_by_what_they_captured():
     """Two closures of one source line are two functions (ejKernel's defect 11)."""
     masks = [captured(value) for value in (1, 2, True, "1", [1], {"a": 1}, ex.causal, ex.decorated)]
-    assert len({form(mask) for mask in masks}) == len(masks)
-    assert form(captured(1)) == form(captured(1))
+    assert len({canonical(mask) for mask in masks}) == len(masks)
+    assert canonical(captured(1)) == canonical(captured(1))
 
 
 @pytest.mark.parametrize(
@@ -314,24 +317,24 @@ def test_closures_from_one_line_differ_by_what_they_captured():
 )
 def test_functions_with_other_code_differ(one, other):
     """A function counts by its code: constants, names, parameters and their kinds, nested functions."""
-    assert form(eval(one)) == form(eval(one))
-    assert form(eval(one)) != form(eval(other))
+    assert canonical(eval(one)) == canonical(eval(one))
+    assert canonical(eval(one)) != canonical(eval(other))
 
 
 def test_a_function_keeps_its_key_while_python_specialises_it():
     """What the interpreter does to a hot function's bytecode is not a change of the function."""
     mask = ex.window(4)
-    before = form(mask)
+    before = canonical(mask)
     for i in range(1000):
         mask(i, 1)
-    assert form(mask) == before
+    assert canonical(mask) == before
 
 
 def test_functions_that_close_over_themselves_have_keys():
     """Recursion through a closure ends, and what else was captured still counts."""
-    assert form(ex.countdown()) == form(ex.countdown())
-    assert form(ex.ping_pong(1)) == form(ex.ping_pong(1))
-    assert form(ex.ping_pong(1)) != form(ex.ping_pong(2))
+    assert canonical(ex.countdown()) == canonical(ex.countdown())
+    assert canonical(ex.ping_pong(1)) == canonical(ex.ping_pong(1))
+    assert canonical(ex.ping_pong(1)) != canonical(ex.ping_pong(2))
 
 
 def test_decorated_functions_differ_by_what_they_wrap():
@@ -346,9 +349,9 @@ def test_decorated_functions_differ_by_what_they_wrap():
 )
 def test_functions_that_jax_wrapped_differ_by_what_is_inside(wrap):
     """A transformed function is a function: it has a key, and its own closure counts."""
-    assert form(wrap(ex.window(1))) == form(wrap(ex.window(1)))
-    assert form(wrap(ex.window(1))) != form(wrap(ex.window(2)))
-    assert form(wrap(ex.window(1))) != form(ex.window(1))
+    assert canonical(wrap(ex.window(1))) == canonical(wrap(ex.window(1)))
+    assert canonical(wrap(ex.window(1))) != canonical(wrap(ex.window(2)))
+    assert canonical(wrap(ex.window(1))) != canonical(ex.window(1))
 
 
 def test_vmaps_over_other_axes_differ():
@@ -374,7 +377,7 @@ def test_custom_derivatives_count():
         fn.def_vmap(lambda size, batched, x: (x * slope, True))
         return fn
 
-    assert form(with_vjp(1, 1)) == form(with_vjp(1, 1))
+    assert canonical(with_vjp(1, 1)) == canonical(with_vjp(1, 1))
     assert sharing(with_vjp(1, 1), with_vjp(1, 2), with_vjp(2, 1)) == 0
     assert sharing(with_jvp(1), with_jvp(2)) == 0
     assert sharing(with_vmap(1), with_vmap(2)) == 0
@@ -399,7 +402,7 @@ NAMED = [
 @pytest.mark.parametrize("fn", NAMED, ids=lambda fn: f"{type(fn).__name__}-{fn.__name__}")
 def test_library_functions_have_keys(fn):
     """What can be imported by name is the same function in every process, whatever its type."""
-    assert form(fn) == form(fn)
+    assert canonical(fn) == canonical(fn)
 
 
 def test_library_functions_stay_apart():
@@ -415,7 +418,7 @@ def test_ufuncs_made_of_functions_do_not_share_a_form():
 
 def test_dataclass_callables_differ_by_state():
     """A callable whose state shows is a constant like any other (ejKernel's defect 11)."""
-    assert form(ex.Window(3)) == form(ex.Window(3))
+    assert canonical(ex.Window(3)) == canonical(ex.Window(3))
     assert sharing(ex.Window(3), ex.Window(4), ex.Window(3.0), ex.Window(3, frozenset())) == 0
     assert sharing(ex.Window(3).reach, ex.Window(4).reach, ex.Window(3).__call__) == 0
 
@@ -431,6 +434,15 @@ def _local_mask(size):
     return Mask
 
 
+def _local_items(size):
+    @dataclasses.dataclass(frozen=True)
+    class Items:
+        def __getitem__(self, i):
+            return i * size
+
+    return Items()
+
+
 def _local_constants(size):
     class Constants:
         block = size
@@ -444,13 +456,82 @@ def _local_constants(size):
         lambda: (_local_mask(1)(), _local_mask(2)()),
         lambda: (_local_mask(1)().__call__, _local_mask(2)().__call__),
         lambda: (_local_constants(1), _local_constants(2)),
+        lambda: (_local_items(1), _local_items(2)),
         lambda: (captured(_local_constants(1)), captured(_local_constants(2))),
     ],
-    ids=["callable dataclasses", "their methods", "the classes", "closures over the classes"],
+    ids=["callable dataclasses", "their methods", "the classes", "special methods", "closures over the classes"],
 )
 def test_classes_made_by_a_function_do_not_share_a_form(pair):
     """Two classes made by one function have one name; what they captured may still differ."""
     assert sharing(*pair()) == 0
+
+
+def _local_kinds() -> dict[str, Any]:
+    """Return an instance of a class of each kind, all made here and now."""
+
+    class Tuple(NamedTuple):
+        m: int = 1
+
+    class Choice(enum.Enum):
+        A = 1
+
+    class Model(pydantic.BaseModel):
+        m: int = 1
+
+    class Abstract(abc.ABC):
+        @abc.abstractmethod
+        def run(self): ...
+
+    @dataclasses.dataclass(frozen=True)
+    class Concrete(Abstract):
+        m: int = 1
+
+        def run(self):
+            return self.m
+
+    @attrs.frozen
+    class Attrs:
+        m: int = 1
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Slotted:
+        m: int = 1
+
+    @dataclasses.dataclass(frozen=True)
+    class Rich(Generic[T]):
+        limit: ClassVar[dict[str, int]] = {"m": 1}
+        m: list[int] = dataclasses.field(default_factory=list)
+
+        @property
+        def half(self):
+            return super().__eq__
+
+        @functools.cached_property
+        def double(self):
+            return 2
+
+        @staticmethod
+        def static():
+            return 3
+
+        @classmethod
+        def made(cls):
+            return cls()
+
+    class Plain(list):
+        pass
+
+    kinds = [Tuple(), Choice.A, Model(), Concrete(), Attrs(), Slotted(), Rich(), Plain()]
+    return {type(value).__name__: value for value in kinds}
+
+
+@pytest.mark.parametrize("kind", list(_local_kinds()))
+def test_a_class_made_in_a_function_is_as_good_as_any(kind):
+    """Notebooks and tests define their configs where they use them; made again, they are the same."""
+    one, other = _local_kinds()[kind], _local_kinds()[kind]
+    assert type(one) is not type(other)
+    assert canonical(one) == canonical(other)
+    assert canonical(type(one)) == canonical(type(other))
 
 
 # --- values that hide part of themselves -------------------------------------------------------
@@ -474,6 +555,26 @@ class _Text(str):
 
 class _Float(float):
     pass
+
+
+class _Discreet(str):
+    def __str__(self):
+        return "***"
+
+
+class _Rounded(int):
+    def __int__(self):
+        return 0
+
+
+class _Zone(datetime.tzinfo):
+    """A time zone without a repr of its own."""
+
+    def __init__(self, hours: int) -> None:
+        self.hours = hours
+
+    def utcoffset(self, when):
+        return datetime.timedelta(hours=self.hours)
 
 
 @dataclasses.dataclass
@@ -518,6 +619,10 @@ HIDING = {
     "defaultdict's factory": lambda state: captured(collections.defaultdict(ex.window(state))),
     "mask of a masked array": lambda state: captured(np.ma.array([1, 2], mask=[state == 1, False])),
     "name of a time zone": lambda state: datetime.timezone(datetime.timedelta(hours=state), "name"),
+    "text that prints otherwise": lambda state: _Discreet(state),
+    "integer that converts otherwise": lambda state: _Rounded(state),
+    "alias of a class made by a function": lambda state: list[_local_constants(state)],
+    "time zone of one's own": _Zone,
     "byte order": lambda state: np.dtype(">f4" if state == 1 else "<f4"),
     "shape of a dtype": lambda state: np.dtype(("f4", (2,)) if state == 1 else ("i4", (2,))),
     "reduced axes of a spec": lambda state: P("x", unreduced={"y" if state == 1 else "z"}),
@@ -528,3 +633,35 @@ HIDING = {
 def test_state_that_does_not_show_at_once_is_counted_or_refused(make):
     """A key may leave nothing out: what a value carries beside its items counts, or the value is refused."""
     assert sharing(make(1), make(2)) == 0
+
+
+def test_a_form_holds_no_address():
+    """What prints as `<... at 0x...>` is refused or looked into: two equal objects never differ by where they are."""
+    for make in (lambda: _Zone(1), lambda: datetime.datetime(2024, 1, 1, tzinfo=_Zone(1))):
+        kept = [make(), make()]
+        forms = {form_or_refusal(value) for value in kept}
+        assert len(forms) == 1 or all(made[0] == "refused" for made in forms)
+
+
+class _CachingDict(dict):
+    @functools.cached_property
+    def total(self):
+        return sum(self.values())
+
+
+class _CachingWindow(ex.Window):
+    """Not a dataclass of its own, and caches something."""
+
+    @functools.cached_property
+    def double(self):
+        return self.size * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "attribute"), [(_CachingDict(a=1), "total"), (_CachingWindow(2), "double")], ids=["dict", "dataclass"]
+)
+def test_looking_at_a_cached_property_does_not_change_the_value(value, attribute):
+    """What an object has worked out from its state is not more state."""
+    before = canonical(value)
+    assert getattr(value, attribute) in (1, 4)
+    assert canonical(value) == before

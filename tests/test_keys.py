@@ -177,6 +177,10 @@ def test_positional_and_keyword_arguments_are_different_calls():
 def test_the_order_of_keywords_and_of_dict_entries_does_not_matter():
     """Insertion order is how a dict was made, not what it says."""
     assert key(a=1, b={"x": 1, "y": 2}) == key(b={"y": 2, "x": 1}, a=1)
+    one, other = (collections.defaultdict(int, items) for items in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert key(one) == key(other)
+    assert key(captured(one)) == key(captured(other))
+    assert key(types.MappingProxyType(one)) == key(types.MappingProxyType(other))
 
 
 def test_the_order_of_an_ordered_dict_matters():
@@ -335,6 +339,41 @@ def test_a_function_at_another_path_is_the_same_function(name, tmp_path, monkeyp
     here, there = load("here", MODULE), load("there", "\n\n# moved\n" + MODULE)
     assert here is not there
     assert key(here) == key(there)
+
+
+DECORATED = """
+import functools, jax
+
+class Decorator:
+    def __init__(self, fn):
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, x):
+        return self.__wrapped__(x)
+
+@{decorator}
+def mask(x):
+    return x * {factor}
+"""
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    ["jax.jit", "jax.custom_jvp", "jax.custom_vjp", "jax.vmap", "jax.checkpoint", "functools.lru_cache", "Decorator"],
+)
+def test_a_decorated_function_whose_body_was_edited_is_another_function(decorator, monkeypatch):
+    """A name is not enough where the code can be seen: the next release may hold other code under it."""
+
+    def release(factor: int) -> str:
+        module = types.ModuleType("released_module")
+        monkeypatch.setitem(sys.modules, "released_module", module)
+        exec(DECORATED.format(decorator=decorator, factor=factor), module.__dict__)
+        try:
+            return key(module.mask)
+        except UnstableKeyError:
+            return f"refused {factor}"
+
+    assert release(1) != release(2)
 
 
 def test_the_first_call_of_a_process_may_come_while_jax_traces():
@@ -567,8 +606,9 @@ def _deep_list() -> list[Any]:
 @pytest.mark.parametrize("make", [_endless_list, _endless_dict, _deep_list])
 def test_a_structure_without_end_is_refused(make):
     """A list that contains itself is no call JAX could make: a clear error, not a stack overflow."""
-    with pytest.raises(InvalidRequestError, match=r"args\[0\]"):
-        resolve(Invocation("k", (make(),), {}))
+    for ask in (resolve, call_key):
+        with pytest.raises(InvalidRequestError, match=r"args\[0\]"):
+            ask(Invocation("k", (make(),), {}), KERNEL)
 
 
 def test_a_cycle_through_a_constant_ends():
@@ -1370,6 +1410,16 @@ def test_with_a_key_builder_any_argument_is_accepted(argument):
     """The builder says what matters; what does not is never looked at."""
     toy = _building("constant")
     assert resolve(Invocation("toy", (argument,), {"again": [argument]}), toy).key.call_key == "constant"
+
+
+def test_with_a_key_builder_a_shape_on_an_abstract_mesh_is_accepted():
+    """A shape that was given no devices yet belongs to the default one."""
+    shape = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(_abstract(), P("x")))
+    assert resolve(Invocation("toy", (shape,), {}), _building("constant")).key == (
+        device_fingerprint(),
+        "toy@v1",
+        "constant",
+    )
 
 
 def test_with_a_key_builder_tracers_and_devices_are_still_noticed():

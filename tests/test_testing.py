@@ -97,7 +97,7 @@ async def test_a_scripted_measure_follows_its_script():
         run_errors=lambda cfg: KeyError("never") if cfg == 4 else None,
         hangs=[5],
     )
-    tuner, start = Tuner(0, 2, measure=measure), anyio.current_time()
+    tuner, start = Tuner(0, 2, measure=measure, strategy="exhaustive"), anyio.current_time()
     assert await tuner.autotune(lambda cfg: None, (), {}, [1, 2, 3, 4, 5]) == 2
     assert measure.compiled == [1, 2, 3, 4, 5]
     assert measure.sampled == [1, 1, 2, 2, 4, 5]

@@ -1,0 +1,278 @@
+"""What an answer from memory costs, beside its floor and its peers: `python tests/benchmarks/selection.py`.
+
+The floor is a bare coroutine that looks two avals up in a dict. Exits with 1 if a budget is exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import jax
+import jax.numpy as jnp
+import structlog
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from rich.console import Console
+from side_by_side import Budget, Contender, compare, race, without_gc
+
+from asel import ConfigSelectorChain, Invocation, Kernel, Sink, Tuner
+from asel.measure import Sampler, Trial
+from asel.testing import ScriptedMeasure
+
+UNSAMPLED = TracerProvider(sampler=ALWAYS_OFF).get_tracer("benchmark")
+CALLERS = 10_000
+BACKENDS = ("asyncio", "trio")
+BUDGETS = {
+    "hit": Budget(5, "floor"),
+    "hit, fresh arrays": Budget(5, "floor"),
+    "hit, default sinks": Budget(10, "floor"),
+    "hit, default sinks, structlog at INFO": Budget(10, "floor"),
+    "hit, 100 arrays": Budget(200, "floor"),  # 60 us where the floor is 0.30 us
+    "ejKernel": Budget(25, "hit", at_least=True),
+    "asyncio, a cold key": Budget(3, "asyncio, an Event"),
+    "trio, a cold key": Budget(3, "trio, an Event"),
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    m: int
+
+
+class MatMul(Kernel[Blocks, Any]):
+    op_id = "matmul"
+    candidates = (Blocks(64), Blocks(128), Blocks(256))
+
+    def run(self, *args, cfg, **kwargs):
+        return args
+
+    def heuristic_cfg(self, inv):
+        return self.candidates[0]
+
+    def candidate_cfgs(self, inv):
+        return self.candidates
+
+
+def two_arrays() -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros((64, 128)), jnp.zeros((128, 32))
+
+
+def hundred_arrays() -> dict[str, dict[str, jax.Array]]:
+    return {f"layer{i}": {"w": jnp.zeros((8, i + 1)), "b": jnp.zeros(i + 1)} for i in range(50)}
+
+
+# ---------------------------------------------------------------------------------------------
+# Hits.
+
+
+async def time_hits(rounds: int, slice_s: float) -> dict[str, float | None]:
+    """Return the seconds each kind of hit takes, ours and the peers'; None for a peer that is not installed."""
+    tuner = Tuner(measure=ScriptedMeasure(0.0))
+    async with ConfigSelectorChain(tuner=tuner, sinks=()) as quiet, ConfigSelectorChain(tuner=tuner) as telling:
+        ours = asel_hits(quiet, telling)
+        for inv, kernel in {id(inv): (inv, kernel) for row in ours for inv, kernel in row.calls}.values():
+            for selector in (quiet, telling):
+                await selector.choose(inv, kernel)  # from here on it is a hit
+        contenders, missing = [floor(), *ours], {}
+        for name, peer_hits in PEERS.items():
+            try:
+                contenders += peer_hits()
+            except ImportError:
+                missing[name] = None
+        return {**race(contenders, rounds=rounds, slice_s=slice_s), **missing}
+
+
+def floor() -> Contender:
+    a, b = two_arrays()
+    known = {(a.aval, b.aval): Blocks(64)}
+
+    async def look_up(a: Any, b: Any) -> Blocks:
+        return known[(a.aval, b.aval)]
+
+    return Contender("floor", look_up, [(a, b)])
+
+
+def asel_hits(quiet: ConfigSelectorChain[Blocks, Any], telling: ConfigSelectorChain[Blocks, Any]) -> list[Contender]:
+    kernel = MatMul()
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Invocation[Blocks, Any], MatMul]:
+        return Invocation("matmul", args, kwargs), kernel
+
+    once = [call(*two_arrays())]
+    # Each compiled function gives its results shardings of its own, equal to the others' but not the same objects.
+    fresh = [call(*map(make, two_arrays())) for make in (jnp.abs, jnp.cos, jnp.sin, jnp.tan) for _ in range(128)]
+    statics = [call(*two_arrays(), causal=True, window=128, layout="bthd", mask=None)]
+    return [
+        Contender("hit", quiet.choose, once),
+        Contender("hit, fresh arrays", quiet.choose, fresh),
+        Contender("hit, four static kwargs", quiet.choose, statics),
+        Contender("hit, a float kwarg", quiet.choose, [call(*two_arrays(), scale=0.125)]),
+        Contender("hit, choose_nowait", quiet.choose_nowait, once),
+        Contender("hit, default sinks", telling.choose, once, unsampled),
+        Contender("hit, default sinks, structlog at INFO", telling.choose, once, unsampled_at_info),
+        Contender("hit, default sinks, no trace", telling.choose, once),
+        Contender("hit, 100 arrays", quiet.choose, [call(hundred_arrays())]),
+    ]
+
+
+@contextmanager
+def unsampled() -> Iterator[None]:
+    """Be inside a request whose trace was not sampled."""
+    with UNSAMPLED.start_as_current_span("request"):
+        yield
+
+
+@contextmanager
+def unsampled_at_info() -> Iterator[None]:
+    """Be there in an application that has configured structlog, too."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    try:
+        with unsampled():
+            yield
+    finally:
+        structlog.reset_defaults()
+
+
+# ---------------------------------------------------------------------------------------------
+# Peers, each with the smallest kernel it allows.
+
+
+def ejkernel_hits() -> list[Contender]:
+    from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Invocation, Kernel
+
+    class MatMul(Kernel[Blocks, Any]):
+        def run(self, *args, cfg, **kwargs):
+            return args
+
+        def heuristic_cfg(self, inv):
+            return Blocks(64)
+
+    # The first call leaves the heuristic in memory; from there on it is a hit.
+    selector = ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False))
+    kernel = MatMul("matmul")
+    return [
+        Contender("ejKernel", selector.choose, [(Invocation("matmul", two_arrays(), {}), kernel)]),
+        Contender("ejKernel, 100 arrays", selector.choose, [(Invocation("matmul", (hundred_arrays(),), {}), kernel)]),
+    ]
+
+
+def tokamax_hits() -> list[Contender]:
+    from tokamax._src.autotuning.autotuner import AutotuningData
+    from tokamax._src.benchmarking import BenchmarkData
+    from tokamax._src.ops.op import Op
+
+    class MatMul(Op[Any, jax.Array, None, Blocks, Any]):
+        config_cls = Blocks
+
+        def _fwd(self, a: jax.Array, b: jax.Array, *, return_residuals: bool, config: Blocks):
+            return a @ b, None
+
+        def _get_heuristics_config(self, ba):
+            return Blocks(64)
+
+    op, arrays = MatMul(), two_arrays()
+    measured = BenchmarkData(compile_time_ms=1.0, lower_time_ms=1.0, evaluation_times_ms=(1.0,), metadata={})
+    op.get_autotuning_cache()[op.bind(*arrays).autotuning_cache_key] = AutotuningData({Blocks(128): measured})
+
+    def bind_and_hit(a: jax.Array, b: jax.Array) -> Blocks:
+        return op.bind(a, b).get_config()
+
+    return [Contender("tokamax, bind and hit", bind_and_hit, [arrays])]
+
+
+PEERS: dict[str, Callable[[], list[Contender]]] = {"ejkernel": ejkernel_hits, "tokamax": tokamax_hits}
+
+
+# ---------------------------------------------------------------------------------------------
+# A crowd at one cold key.
+
+
+def time_crowds(rounds: int) -> dict[str, float]:
+    """Return the seconds each of many callers costs, on both backends in real time."""
+    waits: dict[str, Callable[[], Awaitable[float]]] = {
+        "an Event": crowd_at_an_event,
+        "a cold key": partial(crowd_at_a_cold_key, ()),
+        "a cold key, default sinks": partial(crowd_at_a_cold_key, None),
+    }
+    best = {f"{backend}, {what}": float("inf") for backend in BACKENDS for what in waits}
+    for _ in range(rounds):
+        for backend in BACKENDS:
+            for what, wait in waits.items():
+                name = f"{backend}, {what}"
+                best[name] = min(best[name], anyio.run(wait, backend=backend) / CALLERS)
+    return best
+
+
+async def crowd_at_an_event() -> float:
+    event = anyio.Event()
+    return await _crowd(event.wait, event.set)
+
+
+async def crowd_at_a_cold_key(sinks: tuple[Sink, ...] | None) -> float:
+    measure, kernel, inv = GatedMeasure(), MatMul(), Invocation("matmul", two_arrays(), {})
+    async with ConfigSelectorChain(tuner=Tuner(measure=measure), sinks=sinks) as selector:
+        seconds = await _crowd(partial(selector.choose, inv, kernel), measure.gate.set)
+    if sorted(cfg.m for cfg in measure.compiled) != [cfg.m for cfg in kernel.candidates]:
+        raise RuntimeError(f"{CALLERS:,} callers of one key did not share one tune: {measure.compiled} were compiled")
+    return seconds
+
+
+class GatedMeasure(ScriptedMeasure):
+    """Holds the tune until the gate opens, so that the whole crowd finds it pending."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.gate = anyio.Event()
+
+    async def compile(self, trial: Trial[Any]) -> Sampler:
+        await self.gate.wait()
+        return await super().compile(trial)
+
+
+async def _crowd(wait: Callable[[], Awaitable[Any]], release: Callable[[], object]) -> float:
+    """Return the seconds in which all callers begin to wait, are released, and end."""
+    waiting = 0
+
+    async def caller() -> None:
+        nonlocal waiting
+        waiting += 1
+        await wait()
+
+    gc.collect()
+    with without_gc():
+        start = perf_counter()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(CALLERS):
+                tasks.start_soon(caller)
+            while waiting < CALLERS:
+                await anyio.lowlevel.checkpoint()
+            release()
+        return perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time answers from memory beside their floor and their peers.")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: sooner, and noisier")
+    quick: bool = parser.parse_args().quick
+    hits = anyio.run(time_hits, 40 if quick else 300, 0.002)
+    crowds = time_crowds(2 if quick else 7)
+    table, kept = compare({**hits, **crowds}, BUDGETS, floor="floor")
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(table)
+    console.print(f"Each of {CALLERS:,} callers, for the last rows. The best of interleaved rounds.", style="dim")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Times things side by side: on a shared machine seconds drift, and ratios taken in one run do not.
+
+Every round gives each contender one short slice, so that drift hits all alike, and the best slice
+counts. The garbage collector rests while the clock runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import cycle, islice
+from time import perf_counter
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+__all__ = ["Budget", "Contender", "compare", "race", "without_gc"]
+
+Call = tuple[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Something to time: `step`, a function or a coroutine function that does not wait, of two arguments."""
+
+    name: str
+    step: Callable[[Any, Any], Any]
+    calls: Sequence[Call]
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What something may cost, as a multiple of what `of` costs; with `at_least`, what it has to."""
+
+    factor: float
+    of: str
+    at_least: bool = False
+
+    def allows(self, ratio: float) -> bool:
+        return ratio >= self.factor if self.at_least else ratio <= self.factor
+
+
+def race(contenders: Sequence[Contender], *, rounds: int, slice_s: float) -> dict[str, float]:
+    """Return the seconds one step of each contender takes."""
+    counts = [_steps_in(slice_s, contender) for contender in contenders]
+    best = {contender.name: float("inf") for contender in contenders}
+    for _ in range(rounds):
+        for contender, count in zip(contenders, counts, strict=True):
+            best[contender.name] = min(best[contender.name], _slice(contender, count) / count)
+    return best
+
+
+def _steps_in(slice_s: float, contender: Contender) -> int:
+    _slice(contender, len(contender.calls))  # what a call does only the first time is not timed
+    count, taken = 1, 0.0
+    while taken < slice_s / 4:
+        count *= 2
+        taken = _slice(contender, count)
+    return max(1, round(count * slice_s / taken))
+
+
+def _slice(contender: Contender, count: int) -> float:
+    calls = list(islice(cycle(contender.calls), count))
+    run = _await_each if inspect.iscoroutinefunction(contender.step) else _call_each
+    with contender.around(), without_gc():
+        return run(contender.step, calls)
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Keep the garbage collector out of the block."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _await_each(step: Callable[[Any, Any], Any], calls: Sequence[Call]) -> float:
+    start = perf_counter()
+    for first, second in calls:
+        try:
+            step(first, second).send(None)
+        except StopIteration:
+            continue
+        raise RuntimeError(f"{step!r} had to wait, so this is not what was to be timed")
+    return perf_counter() - start
+
+
+def _call_each(step: Callable[[Any, Any], Any], calls: Sequence[Call]) -> float:
+    start = perf_counter()
+    for first, second in calls:
+        step(first, second)
+    return perf_counter() - start
+
+
+def compare(seconds: Mapping[str, float | None], budgets: Mapping[str, Budget], *, floor: str) -> tuple[Table, bool]:
+    """Return a table of all that was timed, and whether every budget is kept.
+
+    None stands for something that is not installed.
+    """
+    table = Table("what", box=SIMPLE)
+    for heading in ("time", f"x {floor}", "budget", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    timed = {name: taken for name, taken in seconds.items() if taken is not None}
+    kept = True
+    for name, taken in seconds.items():
+        if taken is None:
+            table.add_row(name, "not installed")
+            continue
+        row = [name, f"{taken * 1e6:,.2f} us", f"{taken / timed[floor]:,.1f}"]
+        if (budget := budgets.get(name)) is not None:
+            ratio = taken / timed[budget.of]
+            ok = budget.allows(ratio)
+            kept = kept and ok
+            sign = ">=" if budget.at_least else "<="
+            row += [f"{ratio:.1f}x {sign} {budget.factor:g}x {budget.of}", "[green]ok" if ok else "[bold red]OVER"]
+        table.add_row(*row)
+    return table, kept

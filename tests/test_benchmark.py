@@ -1,0 +1,627 @@
+"""Compiling and timing one candidate with JAX: real arrays, real threads, real time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+import anyio.lowlevel
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from asel import (
+    AutotunePolicy,
+    ConfigSelectorChain,
+    Failed,
+    Invocation,
+    Measured,
+    Tuner,
+    TuningError,
+    device_fingerprint,
+    forward_autotune_only,
+    kernel,
+)
+from asel.benchmark import JaxMeasure, abstract, concrete
+from asel.keys import call_key
+from asel.measure import Trial
+from asel.tuner import TuneJob
+
+PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+
+
+@pytest.fixture(autouse=True)
+def _first_call_is_behind_us():
+    """Asel learns of JAX and of the machine at its first call; what that costs the loop is a test of its own."""
+    call_key(Invocation("first", (), {}))
+    device_fingerprint()
+
+
+# What a candidate is compiled with does not depend on the loop; tests of that run on one.
+ONE_BACKEND = "asyncio"
+
+
+def measure(backend, fn, *args, objective="forward", **kwargs) -> float:
+    """Compile `fn` as a candidate, and take one sample of it."""
+
+    async def main() -> float:
+        sample = await JaxMeasure().compile(Trial(None, fn, args, kwargs, objective=objective))
+        return await sample()
+
+    return anyio.run(main, backend=backend)
+
+
+def seen_by_candidate(backend, *args, **kwargs):
+    """Return the arguments as the candidate gets them while it is compiled."""
+    seen = []
+
+    def fn(*args, **kwargs):
+        seen.append((args, kwargs))
+        return jnp.zeros(())
+
+    measure(backend, fn, *args, **kwargs)
+    return seen[-1]
+
+
+def is_parameter(value) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is a parameter, and what a constant.
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["name"])
+@dataclass
+class Layer:
+    weights: jax.Array
+    name: str = "dense"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Nothing JAX knows: a leaf, whatever is in it."""
+
+    window: int
+    offsets: tuple[int, ...] = field(default=(1, 2))
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        "causal",
+        3,
+        2.5,
+        True,
+        1j,
+        b"bytes",
+        jnp.bfloat16,
+        np.dtype("float32"),
+        jnp.tanh,
+        partial(jnp.sum, axis=0),
+        Mask(128),
+        frozenset({"a"}),
+        np.float32(1.5),
+        np.array(["left", "right"]),
+        np.array([None, Mask(1)], dtype=object),
+        np.array(["2026-01-01"], dtype="datetime64[D]"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_is_not_an_array_is_a_constant(constant):
+    """Strings, numbers, dtypes, callables and unknown objects reach the candidate as the very objects they are."""
+    (positional, nested), kwargs = seen_by_candidate(ONE_BACKEND, constant, [constant, (constant,)], named=constant)
+    for value in (positional, nested[0], nested[1][0], kwargs["named"]):
+        assert value is constant
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "complex64", "bfloat16", "float8_e4m3fn", "uint4"])
+@pytest.mark.parametrize("make", [jnp.zeros, lambda shape, dtype: np.zeros(shape, jnp.dtype(dtype))], ids=["jax", "np"])
+def test_arrays_are_parameters(make, dtype):
+    """Arrays of any numeric dtype, JAX's or NumPy's, are traced: a compiler must not fold their values away."""
+    (value,), _ = seen_by_candidate(ONE_BACKEND, make((2, 3), dtype))
+    assert is_parameter(value)
+    assert (value.shape, value.dtype) == ((2, 3), jnp.dtype(dtype))
+
+
+def test_random_keys_are_parameters(real_backend):
+    """Typed PRNG keys are arrays like any other."""
+    (key,), _ = seen_by_candidate(real_backend, jax.random.key(0))
+    assert is_parameter(key)
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def test_containers_keep_their_form(real_backend):
+    """Nested containers and registered pytrees arrive as what they were, array leaves traced and the rest untouched."""
+    x = jnp.ones((4,))
+    (tree, pair, layer), kwargs = seen_by_candidate(
+        real_backend,
+        {"w": x, "mode": "fast", "parts": [x, (1, x, None)]},
+        Pair(x, "right"),
+        Layer(x, "embedding"),
+        options={"dtype": jnp.float32, "bias": x},
+    )
+    assert list(tree) == ["mode", "parts", "w"]
+    assert is_parameter(tree["w"])
+    assert is_parameter(tree["parts"][0])
+    assert (tree["mode"], tree["parts"][1][0], tree["parts"][1][2]) == ("fast", 1, None)
+    assert is_parameter(tree["parts"][1][1])
+    assert type(pair) is Pair
+    assert (is_parameter(pair.left), pair.right) == (True, "right")
+    assert type(layer) is Layer
+    assert (is_parameter(layer.weights), layer.name) == (True, "embedding")
+    assert kwargs["options"]["dtype"] is jnp.float32
+    assert is_parameter(kwargs["options"]["bias"])
+
+
+def test_a_candidate_without_arrays_can_be_measured(real_backend):
+    """A candidate may make its own arrays."""
+    assert measure(real_backend, lambda n: jnp.ones((n,)), 3) >= 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Zeros in the place of shapes.
+
+
+def values_computed_with(backend, *args) -> list[np.ndarray]:
+    """Return the values the compiled candidate runs with."""
+    got = []
+
+    def fn(*arrays):
+        return jax.pure_callback(
+            lambda *values: got.append([np.asarray(value) for value in values]) or np.float32(0),
+            jax.ShapeDtypeStruct((), jnp.float32),
+            *arrays,
+        )
+
+    measure(backend, fn, *args)
+    return got[-1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "complex64", "bfloat16", "float8_e5m2"])
+def test_shapes_become_zeros(dtype):
+    """Where the arguments are only shapes, the candidate runs on zeros of the same shape and dtype."""
+    x = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
+    shape, array = values_computed_with(ONE_BACKEND, jax.ShapeDtypeStruct((3, 2), jnp.dtype(dtype)), x)
+    assert (shape.shape, shape.dtype) == ((3, 2), jnp.dtype(dtype))
+    assert not shape.any()
+    np.testing.assert_array_equal(array, x)  # real arrays keep their values
+
+
+def test_shapes_keep_their_sharding():
+    """Zeros lie where the shape says, or else on the tune's device."""
+    [device, *_] = jax.devices()
+    mesh = jax.sharding.Mesh(np.array([device]), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    assert concrete(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)).sharding == sharding
+    placed = concrete(jax.ShapeDtypeStruct((4,), jnp.float32), device)
+    assert placed.devices() == {device}
+    assert placed.committed
+
+
+def test_shapes_keep_their_weak_type(real_backend):
+    """A weakly typed scalar stays one: otherwise a bfloat16 kernel would be timed in float32."""
+    (weak, strong), _ = seen_by_candidate(
+        real_backend,
+        jax.ShapeDtypeStruct((), jnp.float32, weak_type=True),
+        jax.ShapeDtypeStruct((), jnp.float32, weak_type=False),
+    )
+    assert (weak.dtype, weak.weak_type) == (jnp.float32, True)
+    assert (strong.dtype, strong.weak_type) == (jnp.float32, False)
+
+
+def test_shapes_of_random_keys_become_keys(real_backend):
+    """A call that was recorded with a PRNG key can be measured: a key takes the place of its shape."""
+    key = jax.random.key(0)
+    drawn = []
+
+    def dropout(key, x):
+        drawn.append(key.dtype)
+        return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+    assert measure(real_backend, dropout, jax.ShapeDtypeStruct(key.shape, key.dtype), jnp.ones(3)) >= 0
+    assert drawn == [key.dtype]
+
+
+def test_tracers_are_forgotten():
+    """`abstract` keeps of a tracer what may outlive its trace, and leaves everything else as it is."""
+    kept = []
+    jax.jit(lambda x: kept.append(abstract(x)) or x)(jnp.ones((2, 3), jnp.bfloat16))
+    jax.jit(lambda x: kept.append(abstract(x)) or x)(1.0)
+    array, text = jnp.ones(3), "causal"
+    assert kept == [
+        jax.ShapeDtypeStruct((2, 3), jnp.bfloat16),
+        jax.ShapeDtypeStruct((), jnp.float32, weak_type=True),
+    ]
+    assert kept[1].weak_type
+    assert abstract(array) is concrete(array) is array
+    assert abstract(text) is concrete(text) is text
+
+
+# ---------------------------------------------------------------------------------------------
+# The caller's surroundings.
+
+
+def x64() -> bool:
+    return jax.config.jax_enable_x64
+
+
+def matmul_precision() -> str | None:
+    return jax.config.jax_default_matmul_precision
+
+
+def default_device():
+    return jax.config.jax_default_device
+
+
+SETTINGS = [
+    pytest.param(lambda: jax.enable_x64(True), x64, id="x64"),
+    pytest.param(lambda: jax.default_matmul_precision("highest"), matmul_precision, id="matmul precision"),
+    pytest.param(lambda: jax.default_device(jax.devices()[0]), default_device, id="default device"),
+]
+
+
+@pytest.mark.parametrize(("entered", "read"), SETTINGS)
+@pytest.mark.parametrize("way", ["chain", "measure", "autotune"])
+def test_the_callers_settings_hold_in_the_thread(way, entered, read, real_backend):
+    """JAX keeps its settings per thread: the caller's are in force where a candidate is compiled, whoever asked."""
+    seen = []
+
+    def fn(x, cfg=None):
+        seen.append(read())
+        return x + 1
+
+    async def main():
+        x = np.ones(3, np.float32)
+        tuner = Tuner(warmup=0, iters=1)
+        before = read()
+        with entered():
+            inside = read()
+            if way == "chain":
+                async with ConfigSelectorChain(tuner=tuner, sinks=()) as chain:
+                    op = kernel(op_id="settings", configs=[1], heuristic=1)(fn)
+                    assert (await chain.select(Invocation("settings", (x,), {}), op)).tier == "autotune"
+            elif way == "measure":
+                await tuner.measure(fn, x)
+            else:
+                await tuner.autotune(lambda cfg: fn, (x,), {}, [1])
+        assert before != inside
+        assert set(seen) == {inside}
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_samples_are_taken_with_the_settings_they_were_compiled_with(real_backend):
+    """A double precision candidate compiles and runs in double precision, though the thread's default is single."""
+    seen = []
+
+    async def main():
+        async with ConfigSelectorChain(tuner=Tuner(warmup=1, iters=2), sinks=()) as chain:
+            op = kernel(op_id="double", configs=[1, 2], heuristic=1)(lambda x, *, cfg: seen.append(x.dtype) or x * cfg)
+            with jax.enable_x64(True):
+                selection = await chain.select(Invocation("double", (np.ones(3, np.float64),), {}), op)
+        assert [type(outcome) for outcome in selection.report.outcomes] == [Measured, Measured]
+
+    anyio.run(main, backend=real_backend)
+    assert set(seen) == {np.dtype("float64")}
+
+
+def test_context_variables_follow_the_candidate(real_backend):
+    """A candidate sees the context variables of the caller whose tune it is."""
+    request, seen = ContextVar("request", default="nobody's"), []
+
+    def fn(x):
+        seen.append(request.get())
+        return x
+
+    async def main():
+        request.set("the caller's")
+        await Tuner(warmup=0, iters=1).measure(fn, jnp.ones(3))
+
+    anyio.run(main, backend=real_backend)
+    assert set(seen) == {"the caller's"}
+
+
+# ---------------------------------------------------------------------------------------------
+# Forward and backward.
+
+
+def spied():
+    """Return an identity that notes the dtype of every gradient that flows back through it."""
+    gradients = []
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    def backward(_, gradient):
+        gradients.append(gradient.dtype)
+        return (gradient,)
+
+    identity.defvjp(lambda x: (x, None), backward)
+    return identity, gradients
+
+
+@pytest.mark.parametrize("make", [jnp.ones, lambda shape, dtype: np.ones(shape, jnp.dtype(dtype))], ids=["jax", "np"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"])
+def test_the_backward_pass_is_timed_for_every_inexact_dtype(dtype, make):
+    """Whatever has a gradient is differentiated, the small and the complex floats included."""
+    identity, gradients = spied()
+    assert measure(ONE_BACKEND, identity, make((2, 3), dtype), objective="forward+backward") >= 0
+    assert set(gradients) == {jnp.dtype(dtype)}
+
+
+def test_forward_alone_does_not_differentiate(real_backend):
+    """The forward objective times the forward pass."""
+    identity, gradients = spied()
+    measure(real_backend, identity, jnp.ones(3))
+    assert gradients == []
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
+def test_integer_inputs_alone_are_timed_forward(dtype):
+    """Where no input has a gradient there is no backward pass to time, and the forward pass has to do."""
+    identity, gradients = spied()
+    assert measure(ONE_BACKEND, identity, jnp.ones((3,), dtype), objective="forward+backward") >= 0
+    assert gradients == []
+
+
+def test_integers_ride_along(real_backend):
+    """Inputs without a gradient pass through a backward timing as they are."""
+    identity, gradients = spied()
+
+    def gather(table, rows, scale):
+        assert scale == 2
+        return identity(table)[rows] * scale
+
+    assert measure(real_backend, gather, jnp.ones((4, 3)), jnp.array([0, 2]), 2, objective="forward+backward") >= 0
+    assert set(gradients) == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda y: {"out": y, "lse": y.sum()},
+        lambda y: (y, jnp.argmax(y), None),
+        lambda y: [y.astype(jnp.complex64), y.astype(jnp.bfloat16)],
+        lambda y: (y, jax.random.key(0)),
+        lambda y: (y, 1.0, 2),
+    ],
+    ids=["dict", "integer output", "mixed dtypes", "random key", "Python numbers"],
+)
+def test_any_outputs_can_be_differentiated(wrap):
+    """The gradient is of every inexact output; the others, of whatever kind, do not stand in the way."""
+    identity, gradients = spied()
+    assert measure(ONE_BACKEND, lambda x: wrap(identity(x)), jnp.ones(3), objective="forward+backward") >= 0
+    assert set(gradients) == {jnp.dtype("float32")}
+
+
+def test_a_candidate_without_a_gradient_is_timed_forward(real_backend):
+    """Where a kernel cannot be differentiated its forward time counts, as with ejKernel."""
+
+    def until_large(x):
+        return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x)
+
+    assert measure(real_backend, until_large, jnp.ones(3), objective="forward+backward") >= 0
+
+
+def test_the_policy_decides_what_is_timed(real_backend):
+    """`validate_backward` times both passes, and `forward_autotune_only` takes that back for the current task."""
+    identity, gradients = spied()
+    op = kernel(op_id="spied", configs=[1, 2], heuristic=1)(lambda x, *, cfg: identity(x) * cfg)
+
+    async def main():
+        policy = AutotunePolicy(validate_backward=True)
+        async with ConfigSelectorChain(policy=policy, tuner=Tuner(warmup=0, iters=1), sinks=()) as chain:
+            inv = Invocation("spied", (jnp.ones(3),), {})
+            with forward_autotune_only():
+                forward = await chain.select(inv, op)
+            assert (forward.report.objective, gradients) == ("forward", [])
+            both = await chain.select(inv, op)
+            assert (both.tier, both.report.objective) == ("autotune", "forward+backward")
+            assert set(gradients) == {jnp.dtype("float32")}
+
+    anyio.run(main, backend=real_backend)
+
+
+# ---------------------------------------------------------------------------------------------
+# A tuner on its own.
+
+
+def spin(rounds: int):
+    """Return a function that takes time in proportion to `rounds`, and compiles in the same time for all."""
+    return lambda x: jax.lax.fori_loop(0, rounds, lambda _, y: jnp.sin(y) + 1.0, x)
+
+
+def test_measure_works_alone(real_backend):
+    """`Tuner.measure` needs no chain: seconds in, and more of them for more work."""
+
+    async def main():
+        x = jnp.ones(64)
+        return await Tuner().measure(spin(1), x), await Tuner().measure(spin(20_000), x)
+
+    short, long = anyio.run(main, backend=real_backend)
+    assert 0 < short < long
+
+
+def test_autotune_works_alone(real_backend):
+    """`Tuner.autotune` needs no chain: the candidate that does the least work wins."""
+
+    async def main():
+        return await Tuner().autotune(spin, (jnp.ones(64),), {}, [20_000, 1, 10_000])
+
+    assert anyio.run(main, backend=real_backend) == 1
+
+
+def test_the_timer_can_be_given(real_backend):
+    """Durations come from the timer that was given: its readings, around one run each."""
+    ticks = iter([0.0, 100.0, 200.0, 201.0, 300.0, 303.0, 400.0, 402.0])
+
+    async def main():
+        return await Tuner(warmup=1, iters=3, measure=JaxMeasure(timer=lambda: next(ticks))).measure(
+            spin(1), jnp.ones(3)
+        )
+
+    assert anyio.run(main, backend=real_backend) == 2.0
+
+
+def test_the_clock_stops_when_the_outputs_are_there(real_backend):
+    """A sample includes the computation and not just its dispatch, which JAX returns from long before."""
+
+    def fn(x):
+        return x @ x @ x @ x
+
+    x = jnp.ones((800, 800))
+    sampled_s = anyio.run(Tuner(warmup=1, iters=3).measure, fn, x, backend=real_backend)
+    compiled, whole_s = jax.jit(fn).lower(x).compile(), []
+    for _ in range(5):
+        start = time.perf_counter()
+        compiled(x).block_until_ready()
+        whole_s.append(time.perf_counter() - start)
+    # Dispatching takes a hundredth of the whole; a quarter leaves room for a busy machine.
+    assert sampled_s > min(whole_s) / 4
+
+
+def test_a_sample_is_one_run(real_backend):
+    """The timer is read before and after each run, with nothing else in between."""
+    order = []
+
+    def fn(x):
+        return jax.pure_callback(lambda value: order.append("ran") or value, x, x)
+
+    async def main():
+        ticks = iter(range(10))
+        measure = JaxMeasure(timer=lambda: order.append("timer") or float(next(ticks)))
+        await Tuner(warmup=0, iters=2, measure=measure).measure(fn, jnp.ones(3))
+
+    anyio.run(main, backend=real_backend)
+    assert order == ["timer", "ran", "timer"] * 2
+
+
+def test_what_cannot_be_measured_says_why(real_backend):
+    """A function that breaks while it is compiled is a TuningError with the stage and the function's own error."""
+    error = LookupError("no such tile")
+
+    def fn(x):
+        raise error
+
+    with pytest.raises(TuningError, match="LookupError in the compile stage: no such tile") as caught:
+        anyio.run(Tuner().measure, fn, jnp.ones(3), backend=real_backend)
+    assert caught.value.__cause__ is error
+
+
+def test_a_candidate_that_exits_is_only_a_failed_candidate(real_backend):
+    """A candidate that calls `sys.exit` ends itself; the tune and the program go on."""
+
+    def make_fn(cfg):
+        def fn(x):
+            if cfg == "exits":
+                raise SystemExit(3)
+            return x
+
+        return fn
+
+    async def main():
+        job = TuneJob(("exits", "stays"), make_fn, (jnp.ones(3),), {})
+        return await Tuner(warmup=0, iters=1).tune(job)
+
+    report = anyio.run(main, backend=real_backend)
+    assert report.winner == "stays"
+    assert isinstance(report.outcomes[0], Failed)
+    assert (report.outcomes[0].stage, report.outcomes[0].error_type) == ("compile", "RuntimeError")
+    assert "SystemExit: 3" in report.outcomes[0].message
+
+
+# ---------------------------------------------------------------------------------------------
+# The loop.
+
+
+@pytest.mark.parametrize("stage", ["compile", "measure"])
+def test_the_loop_takes_turns_while_a_candidate_is_slow(stage, real_backend):
+    """Compiling and running happen off the event loop: a heartbeat beats while a candidate stands still."""
+    entered, gate, opened = threading.Event(), threading.Event(), []
+
+    def stand_still() -> None:
+        entered.set()
+        opened.append(gate.wait(PATIENCE_S))
+
+    def fn(x):
+        if stage == "compile":
+            stand_still()
+            return x
+        return jax.pure_callback(lambda value: stand_still() or value, x, x)
+
+    async def heartbeat() -> None:
+        await anyio.to_thread.run_sync(entered.wait, PATIENCE_S)
+        for _ in range(10):
+            await anyio.lowlevel.checkpoint()  # ten turns of the loop, all of them while the candidate waits
+        gate.set()
+
+    async def main():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(heartbeat)
+            async with ConfigSelectorChain(tuner=Tuner(warmup=0, iters=1), sinks=()) as chain:
+                op = kernel(op_id="slow", configs=[1], heuristic=1)(lambda x, *, cfg: fn(x))
+                selection = await chain.select(Invocation("slow", (jnp.ones(3),), {}), op)
+        assert selection.tier == "autotune"
+
+    anyio.run(main, backend=real_backend)
+    assert opened == [True], "the loop had no turn before the candidate lost its patience"
+
+
+_FIRST_CALL = """
+import anyio, jax, jax.numpy as jnp
+from blockbuster import blockbuster_ctx
+from asel import ConfigSelectorChain, Invocation, Tuner, kernel
+
+@kernel(op_id="double", configs=[2], heuristic=2)
+def double(x, *, cfg):
+    return x * cfg
+
+async def main():
+    async with ConfigSelectorChain(tuner=Tuner(warmup=0, iters=1)) as chain:
+        print((await chain.select(Invocation("double", (x,), {}), double)).tier)
+
+x = jnp.ones(3)
+with blockbuster_ctx(scanned_modules=["asel"]):
+    anyio.run(main)
+"""
+
+
+def test_the_first_selection_of_a_process_does_not_block_the_loop():
+    """Whatever asel has to learn of JAX and of the machine, it does not learn by reading files on the event loop."""
+    ran = subprocess.run([sys.executable, "-c", _FIRST_CALL], capture_output=True, text=True, timeout=18, check=False)
+    assert (ran.stdout, ran.returncode) == ("autotune\n", 0), ran.stderr
+
+
+def test_a_tune_of_real_candidates_keeps_every_outcome(real_backend):
+    """From a chain to the device and back: the fastest real candidate wins, and a broken one is an outcome."""
+
+    def run(x, *, cfg):
+        if cfg == "broken":
+            return x @ jnp.ones((7, 7))
+        return spin(cfg)(x)
+
+    async def main():
+        async with ConfigSelectorChain(tuner=Tuner(), sinks=()) as chain:
+            op = kernel(op_id="real", configs=[20_000, "broken", 1], heuristic=20_000)(run)
+            return await chain.select(Invocation("real", (jnp.ones(64),), {}), op)
+
+    selection = anyio.run(main, backend=real_backend)
+    assert (selection.cfg, selection.tier) == (1, "autotune")
+    slow, broken, fast = selection.report.outcomes
+    assert isinstance(slow, Measured)
+    assert isinstance(fast, Measured)
+    assert fast.median_s < slow.median_s
+    assert (broken.stage, broken.error_type) == ("compile", "TypeError")
+    assert selection.report.environment["jax"] == jax.__version__

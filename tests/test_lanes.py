@@ -1,0 +1,387 @@
+"""Turn-taking on a device: alone, in turn, and honest about a thread that does not come back."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import anyio
+import pytest
+
+from asel import Failed, Measured, Skipped, Tuner, TuningError, device_fingerprint
+from asel.lanes import Lane, LaneStuck, compile_slots, lane_for
+from asel.testing import RecordingSink
+from asel.threads import run_in_thread
+from asel.tuner import TuneJob
+
+PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+
+
+@pytest.fixture(autouse=True)
+def _first_call_is_behind_us():
+    """Asel learns of JAX and of the machine at its first call; what that costs the loop is a test of its own."""
+    device_fingerprint()
+
+
+class Stuck:
+    """A real thread that was left behind, and comes back when told to."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def work(self) -> None:
+        assert self._open.wait(PATIENCE_S)
+
+    async def leave_behind(self, left_behind: list) -> None:
+        with anyio.move_on_after(0):
+            await run_in_thread("hanging", self.work, left_behind=left_behind)
+
+    async def come_back(self, left_behind: list) -> None:
+        """Let the thread end, and return once the loop has heard of it."""
+        back = anyio.Event()
+        left_behind[-1].when_done(back.set)
+        self._open.set()
+        with anyio.fail_after(PATIENCE_S):
+            await back.wait()
+
+    def __enter__(self) -> Stuck:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._open.set()
+
+
+# ---------------------------------------------------------------------------------------------
+# Taking turns.
+
+
+@pytest.mark.anyio
+async def test_a_lane_has_one_holder_at_a_time_and_everyone_gets_a_turn():
+    """Whoever holds the lane is alone on the device, and it never lies idle while someone waits."""
+    lane, holding, most, turns = Lane(), 0, 0, []
+
+    async def hold(name: int) -> None:
+        nonlocal holding, most
+        async with lane.held([]):
+            holding += 1
+            most = max(most, holding)
+            turns.append(name)
+            await anyio.sleep(1)
+            holding -= 1
+
+    start = anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        for name in range(4):
+            tasks.start_soon(hold, name)
+    assert most == 1
+    assert sorted(turns) == [0, 1, 2, 3]
+    assert anyio.current_time() - start == pytest.approx(4)
+
+
+@pytest.mark.anyio
+async def test_a_lane_is_free_after_an_error():
+    """A holder that fails gives the lane back."""
+    lane = Lane()
+    with pytest.raises(LookupError):
+        async with lane.held([]):
+            raise LookupError
+    with anyio.fail_after(1):
+        async with lane.held([]):
+            pass
+
+
+@pytest.mark.anyio
+async def test_a_lane_is_free_after_its_holder_was_cancelled():
+    """A cancelled holder that left no thread behind gives the lane back."""
+    lane = Lane()
+    with anyio.move_on_after(1):
+        async with lane.held([]):
+            await anyio.sleep_forever()
+    with anyio.fail_after(1):
+        async with lane.held([]):
+            pass
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_waiter_leaves_the_queue_intact():
+    """Someone who gives up waiting takes nobody's turn."""
+    lane, turns = Lane(), []
+
+    async def hold(name: str, patience_s: float) -> None:
+        with anyio.move_on_after(patience_s):
+            async with lane.held([]):
+                turns.append(name)
+                await anyio.sleep(10)
+
+    async with anyio.create_task_group() as tasks:
+        for name, patience_s in [("holder", 60), ("impatient", 5), ("patient", 60)]:
+            tasks.start_soon(hold, name, patience_s)
+            await anyio.sleep(0.01)
+    assert turns == ["holder", "patient"]
+
+
+@pytest.mark.anyio
+async def test_each_device_has_its_own_lane():
+    """Equal devices share a lane and different ones do not hinder each other."""
+    assert lane_for("gpu:0") is lane_for("gpu:0")
+    assert lane_for("gpu:0") is not lane_for("gpu:1")
+
+
+def test_each_event_loop_has_its_own_lanes(real_backend):
+    """A lane that one loop left stuck does not hold up the next loop in the same process."""
+
+    async def get_stuck(stuck: Stuck):
+        left_behind = []
+        with pytest.raises(TimeoutError):
+            async with lane_for("gpu:0").held(left_behind):
+                await stuck.leave_behind(left_behind)
+                raise TimeoutError
+        with pytest.raises(LaneStuck):
+            async with lane_for("gpu:0").held([]):
+                pass
+
+    async def take():
+        with anyio.fail_after(PATIENCE_S):
+            async with lane_for("gpu:0").held([]):
+                return "held"
+
+    with Stuck() as stuck:
+        anyio.run(get_stuck, stuck, backend=real_backend)
+        assert anyio.run(take, backend=real_backend) == "held"
+
+
+@pytest.mark.parametrize(("cores", "slots"), [(None, 1), (1, 1), (2, 1), (4, 1), (6, 2), (16, 7)])
+@pytest.mark.anyio
+async def test_compiling_leaves_cores_to_the_loop(cores, slots, monkeypatch):
+    """At most `cores // 2 - 1` candidates compile at once, and always one."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert compile_slots().total_tokens == slots
+    assert compile_slots() is compile_slots()
+
+
+# ---------------------------------------------------------------------------------------------
+# Stuck.
+
+
+def test_a_stuck_lane_refuses_newcomers_until_its_thread_is_back(real_backend):
+    """While a thread that was left behind runs on the device, nobody else does; afterwards anybody may."""
+
+    async def main():
+        with Stuck() as stuck:
+            lane, left_behind = Lane(), []
+            async with lane.held(left_behind):
+                await stuck.leave_behind(left_behind)
+            for _ in range(2):
+                with pytest.raises(LaneStuck):
+                    async with lane.held([]):
+                        pytest.fail("ran beside a busy thread")
+
+            await stuck.come_back(left_behind)
+            with anyio.fail_after(PATIENCE_S):
+                async with lane.held([]):
+                    pass
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_those_who_wait_learn_that_the_lane_is_stuck(real_backend):
+    """There is no telling when a stuck lane is free, so waiters are told instead of left waiting."""
+
+    async def main():
+        lane, left_behind, told = Lane(), [], []
+        asking = anyio.Event()
+
+        async def wait(name: str) -> None:
+            asking.set()
+            try:
+                async with lane.held([]):
+                    pytest.fail("ran beside a busy thread")
+            except LaneStuck:
+                told.append(name)
+
+        with Stuck() as stuck, anyio.fail_after(PATIENCE_S):
+            async with anyio.create_task_group() as tasks, lane.held(left_behind):
+                for name in ("first", "second"):
+                    asking = anyio.Event()
+                    tasks.start_soon(wait, name)
+                    await asking.wait()
+                await stuck.leave_behind(left_behind)
+            assert sorted(told) == ["first", "second"]
+            assert left_behind[0].alive  # they were told while the thread was still busy
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_lane_waits_for_the_last_of_its_threads(real_backend):
+    """A holder may leave several threads behind; the lane is free when none of them is left."""
+
+    async def main():
+        lane, left_behind = Lane(), []
+        with Stuck() as one, Stuck() as other:
+            async with lane.held(left_behind):
+                await one.leave_behind(left_behind)
+                await other.leave_behind(left_behind)
+            await other.come_back(left_behind)
+            with pytest.raises(LaneStuck):
+                async with lane.held([]):
+                    pytest.fail("ran beside a busy thread")
+            left_behind.reverse()
+            await one.come_back(left_behind)
+            with anyio.fail_after(PATIENCE_S):
+                async with lane.held([]):
+                    pass
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_lane_is_free_if_its_thread_came_back_before_its_holder_left(real_backend):
+    """Only threads that are still busy hold a lane."""
+
+    async def main():
+        lane, left_behind = Lane(), []
+        with Stuck() as stuck, anyio.fail_after(PATIENCE_S):
+            async with lane.held(left_behind):
+                await stuck.leave_behind(left_behind)
+                await stuck.come_back(left_behind)
+            async with lane.held([]):
+                pass
+
+    anyio.run(main, backend=real_backend)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a tuner makes of it.
+
+
+class HangingMeasure:
+    """Takes no time over any candidate, except that the one named hangs in a real thread at the named stage."""
+
+    def __init__(self, hanging: str | None, stage: str) -> None:
+        self._hanging, self._stage = hanging, stage
+        self.stuck = Stuck()
+        self.hangs = anyio.Event()
+
+    async def compile(self, trial):
+        hangs = trial.cfg == self._hanging
+        if hangs and self._stage == "compile":
+            await self._hang("compiling", trial)
+
+        async def sample() -> float:
+            if hangs and self._stage == "measure":
+                await self._hang("measuring", trial)
+            return 0.001
+
+        return sample
+
+    async def _hang(self, what: str, trial) -> None:
+        self.hangs.set()
+        await run_in_thread(what, self.stuck.work, left_behind=trial.left_behind)
+
+
+async def cancel_once_it_hangs(measure: HangingMeasure, fn, *args) -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(fn, *args)
+        with anyio.fail_after(PATIENCE_S):
+            await measure.hangs.wait()
+        tasks.cancel_scope.cancel()
+
+
+def job_of(*candidates: str, **facts) -> TuneJob:
+    return TuneJob(candidates, lambda cfg: lambda: cfg, (), {}, device="gpu:0", **facts)
+
+
+def kinds(outcomes) -> list[type]:
+    return [type(outcome) for outcome in outcomes]
+
+
+def test_a_candidate_that_hangs_on_the_device_has_the_rest_skipped(real_backend):
+    """What cannot be timed alone is not timed: the others are skipped, the best so far wins, and the lane recovers."""
+
+    async def main():
+        measure, sink = HangingMeasure("hangs", "measure"), RecordingSink()
+        with measure.stuck:
+            tuner = Tuner(warmup=0, iters=1, measure=measure, strategy="exhaustive")
+            job = job_of("good", "hangs", "late", "later", candidate_timeout_s=0.05, emit=sink.emit)
+            report = await tuner.tune(job)
+            assert report.winner == "good"
+            assert kinds(report.outcomes) == [Measured, Failed, Skipped, Skipped]
+            assert report.outcomes[1] == Failed(
+                "hangs", "measure", "TimeoutError", "took longer than 0.05 s; its thread is still busy"
+            )
+            assert report.outcomes[2].reason == "an abandoned candidate still occupies the device"
+            assert sink.named("candidate_failed")[0].still_busy
+            assert [event.index for event in sink.named("candidate_skipped")] == [2, 3]
+            assert [busy.what for busy in job.left_behind] == ["measuring"]
+
+            await measure.stuck.come_back(job.left_behind)
+            again = await tuner.tune(job_of("late", "later"))
+            assert kinds(again.outcomes) == [Measured, Measured]
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_candidate_that_hangs_while_compiling_harms_nobody(real_backend):
+    """Compiling does not occupy the device, so a compiler that hangs costs its own candidate alone."""
+
+    async def main():
+        measure = HangingMeasure("hangs", "compile")
+        with measure.stuck:
+            job = job_of("good", "hangs", "late", candidate_timeout_s=0.05)
+            report = await Tuner(warmup=0, iters=1, measure=measure).tune(job)
+            assert kinds(report.outcomes) == [Measured, Failed, Measured]
+            assert (report.outcomes[1].stage, report.outcomes[1].error_type) == ("compile", "TimeoutError")
+            assert [(busy.what, busy.alive) for busy in job.left_behind] == [("compiling", True)]
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_tune_that_finds_its_device_stuck_says_so(real_backend):
+    """A tune whose every candidate was skipped is a TuningError with those outcomes and no cause."""
+
+    async def main():
+        measure = HangingMeasure("hangs", "measure")
+        with measure.stuck:
+            tuner = Tuner(warmup=0, iters=1, measure=measure)
+            with pytest.raises(TuningError):
+                await tuner.tune(job_of("hangs", candidate_timeout_s=0.05))
+            with pytest.raises(TuningError, match="0 failed, 2 were skipped") as caught:
+                await tuner.tune(job_of("late", "later"))
+            assert kinds(caught.value.outcomes) == [Skipped, Skipped]
+            assert caught.value.__cause__ is None
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_measurement_that_finds_its_device_stuck_says_so(real_backend):
+    """`Tuner.measure` raises TuningError whenever there is no measurement, also where it did not get to try."""
+
+    async def main():
+        hangs = HangingMeasure(None, "measure")  # what `Tuner.measure` measures has no config
+        with hangs.stuck:
+            tuner = Tuner(warmup=0, iters=1, measure=hangs)
+            await cancel_once_it_hangs(hangs, tuner.measure, len, "abc")
+            with pytest.raises(TuningError) as caught:
+                await tuner.measure(len, "abc")
+            assert kinds(caught.value.outcomes) == [Skipped]
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_thread_left_behind_by_a_cancelled_tune_is_known_to_its_job(real_backend):
+    """Cancelling a tune leaves its thread at work, its job able to name it, and its device stuck until it is back."""
+
+    async def main():
+        measure = HangingMeasure("hangs", "measure")
+        with measure.stuck:
+            job = job_of("hangs")
+            await cancel_once_it_hangs(measure, Tuner(warmup=0, iters=1, measure=measure).tune, job)
+            assert job.outcomes == {}
+            assert [busy.what for busy in job.left_behind] == ["measuring"]
+            with pytest.raises(LaneStuck):
+                async with lane_for("gpu:0").held([]):
+                    pytest.fail("ran beside a busy thread")
+            await measure.stuck.come_back(job.left_behind)
+            async with lane_for("gpu:0").held([]):
+                pass
+
+    anyio.run(main, backend=real_backend)

@@ -1,0 +1,327 @@
+"""Blocking steps in threads of our own, and the handle by which they call back. Real threads, ordered by gates."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from contextvars import ContextVar
+
+import anyio
+import pytest
+
+from asel.loop import LoopHandle
+from asel.threads import run_in_thread
+
+PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+
+
+class Gate:
+    """Work that says it has begun and then stands still until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._open = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def work(self) -> str:
+        self.thread = threading.current_thread()
+        self.entered.set()
+        assert self._open.wait(PATIENCE_S)
+        return "done"
+
+    def open(self) -> None:
+        self._open.set()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._open.set()  # whatever the test found, no thread outlives it
+        if self.thread is not None:
+            self.thread.join(PATIENCE_S)
+
+
+async def leave_behind(gate: Gate, left_behind: list, what: str = "waiting", **options) -> bool:
+    """Cancel a gated step before it can end; tell whether the cancellation came through."""
+    with anyio.move_on_after(0) as scope:
+        await run_in_thread(what, gate.work, left_behind=left_behind, **options)
+    return scope.cancelled_caught
+
+
+def test_what_the_work_returns_is_returned_from_another_thread(real_backend):
+    """Blocking work happens off the event loop's thread, and its result comes back."""
+
+    async def main():
+        return threading.get_ident(), await run_in_thread("asking", lambda: (threading.get_ident(), 42))
+
+    loop_thread, (work_thread, answer) = anyio.run(main, backend=real_backend)
+    assert answer == 42
+    assert work_thread != loop_thread
+
+
+def test_the_loop_takes_turns_while_the_work_blocks(real_backend):
+    """Work that waits for the loop gets what it waits for, because the loop is not waiting for it."""
+
+    async def main():
+        with Gate() as gate:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run_in_thread, "waiting for the loop", gate.work)
+                await anyio.to_thread.run_sync(gate.entered.wait, PATIENCE_S)
+                gate.open()  # reached only if the loop runs while the work stands still
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_what_the_work_raises_is_raised(real_backend):
+    """An exception comes out as the object it was, with the traceback of where it was raised."""
+    error = LookupError("no such block")
+
+    def work():
+        raise error
+
+    with pytest.raises(LookupError) as caught:
+        anyio.run(run_in_thread, "looking", work, backend=real_backend)
+    assert caught.value is error
+    assert caught.traceback[-1].name == "work"
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_what_would_end_a_program_is_an_ordinary_error(kind, real_backend):
+    """SystemExit and its like are the work's own business: the loop sees a RuntimeError that names them."""
+
+    def work():
+        raise kind("over")
+
+    with pytest.raises(RuntimeError, match=f"compiling raised {kind.__name__}: over") as caught:
+        anyio.run(run_in_thread, "compiling", work, backend=real_backend)
+    assert type(caught.value.__cause__) is kind
+
+
+def test_cancellation_returns_at_once_and_names_the_thread(real_backend):
+    """A wait that is cancelled does not wait for its thread, but says which one it left at work."""
+
+    async def main():
+        with Gate() as gate:
+            left_behind = []
+            assert await leave_behind(gate, left_behind, "measuring Blocks(3)")
+            # The gate is still shut, so coming here at all shows that nobody waited for the thread.
+            [busy] = left_behind
+            assert (busy.what, busy.alive) == ("measuring Blocks(3)", True)
+
+            back = anyio.Event()
+            busy.when_done(back.set)
+            gate.open()
+            with anyio.fail_after(PATIENCE_S):
+                await back.wait()
+            assert not busy.alive
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_cancellation_without_a_list_is_silent(real_backend):
+    """Naming the threads left behind is for those who ask."""
+
+    async def main():
+        with Gate() as gate, anyio.move_on_after(0) as scope:
+            await run_in_thread("waiting", gate.work)
+        return scope.cancelled_caught
+
+    assert anyio.run(main, backend=real_backend)
+
+
+def test_grace_waits_for_a_thread_that_comes_back(real_backend):
+    """Within its grace a cancelled step ends in peace: no thread is left behind, and the wait is still cancelled."""
+
+    async def main():
+        with Gate() as gate:
+            left_behind = []
+
+            def grace_s():  # asked only once the wait has been cancelled
+                gate.open()
+                return PATIENCE_S
+
+            assert await leave_behind(gate, left_behind, grace_s=grace_s)
+            assert left_behind == []
+            assert gate.entered.is_set()
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_grace_ends(real_backend):
+    """A thread that does not come back within the grace is left behind like any other."""
+
+    async def main():
+        with Gate() as gate:
+            left_behind = []
+            assert await leave_behind(gate, left_behind, "hanging", grace_s=0.01)
+            assert [busy.what for busy in left_behind] == ["hanging"]
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_grace_is_not_asked_of_a_step_that_ended(real_backend):
+    """Grace is for cancelled waits: a step that ends by itself never asks for it."""
+    asked = []
+    answer = anyio.run(
+        lambda: run_in_thread("adding", lambda: 2, grace_s=lambda: asked.append(1) or 1.0), backend=real_backend
+    )
+    assert (answer, asked) == (2, [])
+
+
+def test_callbacks_run_on_the_loop(real_backend):
+    """Whoever waits for a thread to come back is called in the loop's thread, so it needs no locks."""
+
+    async def main():
+        with Gate() as gate:
+            left_behind, called_in, all_called = [], [], anyio.Event()
+            await leave_behind(gate, left_behind)
+            left_behind[0].when_done(lambda: called_in.append(threading.get_ident()))
+            left_behind[0].when_done(lambda: (called_in.append(threading.get_ident()), all_called.set()))
+            gate.open()
+            with anyio.fail_after(PATIENCE_S):
+                await all_called.wait()
+            left_behind[0].when_done(lambda: called_in.append(threading.get_ident()))  # late: called at once
+            assert called_in == [threading.get_ident()] * 3
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_context_variables_follow_and_stay_apart(real_backend):
+    """The work sees its caller's context variables; what it sets is its own."""
+    request = ContextVar("request")
+
+    def work():
+        seen = request.get()
+        request.set("the thread's")
+        return seen
+
+    async def main():
+        request.set("the caller's")
+        assert await run_in_thread("reading", work) == "the caller's"
+        assert request.get() == "the caller's"
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_threads_are_named_daemons(real_backend):
+    """A thread says what it does, and does not keep the interpreter from leaving."""
+    thread = anyio.run(run_in_thread, "compiling Blocks(1)", threading.current_thread, backend=real_backend)
+    assert thread.daemon
+    assert thread.name == "asel: compiling Blocks(1)"
+
+
+def test_a_thread_may_outlive_its_loop(real_backend):
+    """A thread that comes back to a loop that has ended finds nobody to tell, and ends quietly."""
+    with Gate() as gate:
+        left_behind = []
+        assert anyio.run(leave_behind, gate, left_behind, backend=real_backend)
+        assert gate.entered.wait(PATIENCE_S)
+        gate.open()
+        gate.thread.join(PATIENCE_S)
+        # Had calling back raised, pytest would turn the thread's unhandled error into a failure.
+        assert not left_behind[0].alive
+
+
+_HANGS = """
+import sys, threading, anyio
+from asel.threads import run_in_thread
+
+async def main():
+    entered, left_behind = threading.Event(), []
+    def hang():
+        entered.set()
+        threading.Event().wait()
+    with anyio.move_on_after(0):
+        await run_in_thread("hanging", hang, left_behind=left_behind)
+    entered.wait()
+    print([busy.what for busy in left_behind if busy.alive])
+
+anyio.run(main, backend=sys.argv[1])
+"""
+
+
+def test_a_process_with_a_hung_thread_exits(real_backend):
+    """A candidate that hangs for good does not keep the process from ending, cleanly."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _HANGS, real_backend], capture_output=True, text=True, timeout=15, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "['hanging']\n", "")
+
+
+def test_a_posted_call_runs_on_the_loop_in_the_posters_context(real_backend):
+    """`post` hands a call over without waiting: it runs in the loop's thread with the poster's context variables."""
+    request, seen = ContextVar("request"), []
+
+    async def main():
+        loop, called = LoopHandle(), anyio.Event()
+
+        def callback():
+            seen.append((threading.get_ident(), loop.is_current(), request.get()))
+            called.set()
+
+        def thread():
+            request.set("the poster's")
+            return loop.is_current(), loop.post(callback)
+
+        assert loop.is_current()
+        assert await run_in_thread("posting", thread) == (False, True)
+        with anyio.fail_after(PATIENCE_S):
+            await called.wait()
+        assert seen == [(threading.get_ident(), True, "the poster's")]
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_posted_calls_keep_their_order(real_backend):
+    """What one thread posts is called in the order in which it was posted."""
+
+    async def main():
+        loop, called, finished = LoopHandle(), [], anyio.Event()
+
+        def thread():
+            for i in range(100):
+                loop.post(lambda i=i: called.append(i))
+            loop.post(finished.set)
+
+        await run_in_thread("posting", thread)
+        with anyio.fail_after(PATIENCE_S):
+            await finished.wait()
+        assert called == list(range(100))
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_call_posted_to_a_loop_that_ended_is_refused(real_backend):
+    """`post` says False where there is no loop left to run the call, and raises nothing."""
+    called = []
+
+    async def main():
+        return LoopHandle()
+
+    assert anyio.run(main, backend=real_backend).post(lambda: called.append(1)) is False
+    assert called == []
+
+
+@pytest.mark.anyio
+async def test_a_handle_tells_its_loops_time():
+    """Every moment in an event is on the axis of the loop's own clock, a virtual one included."""
+    loop = LoopHandle()
+    start = loop.now()
+    assert start == anyio.current_time()
+    await anyio.sleep(3600)
+    assert loop.now() - start == pytest.approx(3600)
+    assert loop.now() == anyio.current_time()
+
+
+def test_a_handles_time_can_be_read_from_any_thread(real_backend):
+    """A thread stamps its events with the loop's clock, without asking the loop."""
+
+    async def main():
+        loop = LoopHandle()
+        before = anyio.current_time()
+        read = await run_in_thread("reading the clock", loop.now)
+        assert before <= read <= anyio.current_time()
+
+    anyio.run(main, backend=real_backend)

@@ -1,0 +1,797 @@
+"""Finding the fastest candidate, in virtual time; and the contract that every measure keeps."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import anyio
+import jax
+import jax.numpy as jnp
+import pytest
+from kernels import A100, BEST, GUESS, H100, Bench, Blocks, NoHeuristic, Toy, call
+
+from asel import (
+    AutotunePolicy,
+    ConfigCache,
+    ConfigSelectorChain,
+    Failed,
+    InvalidRequestError,
+    Measured,
+    Skipped,
+    Tuner,
+    TuningError,
+    device_fingerprint,
+)
+from asel.adapters import as_tuner
+from asel.benchmark import JaxMeasure
+from asel.keys import CacheKey, call_key
+from asel.measure import Trial
+from asel.testing import RecordingSink, ScriptedMeasure
+from asel.tuner import TuneJob
+
+
+@pytest.fixture(autouse=True)
+def _first_call_is_behind_us():
+    """Asel learns of JAX and of the machine at its first call; what that costs the loop is a test of its own."""
+    call_key(call(), Toy())
+    device_fingerprint()
+
+
+def job_of(*candidates, **facts) -> TuneJob:
+    return TuneJob(candidates, lambda cfg: lambda: cfg, (), {}, **facts)
+
+
+def tuner_of(costs=0.001, *, warmup=0, iters=1, **script) -> tuple[Tuner, ScriptedMeasure]:
+    measure = ScriptedMeasure(costs, **script)
+    return Tuner(warmup=warmup, iters=iters, measure=measure, strategy="exhaustive"), measure
+
+
+async def tune(costs, *, job=None, **script):
+    tuner, _ = tuner_of(costs, **script)
+    return await tuner.tune(job_of(*costs) if job is None else job)
+
+
+def kinds(outcomes) -> list[type]:
+    return [type(outcome) for outcome in outcomes]
+
+
+class Fixed:
+    """A measure that takes no time and returns what it is told to."""
+
+    def __init__(self, seconds) -> None:
+        self._seconds = seconds
+
+    async def compile(self, trial):
+        async def sample():
+            return self._seconds[trial.cfg]
+
+        return sample
+
+
+# ---------------------------------------------------------------------------------------------
+# Who wins.
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fastest", ["a", "b", "c"])
+async def test_the_fastest_wins(fastest):
+    """The winner is the candidate with the least median time, wherever it stands in the list."""
+    costs = {"a": 0.3, "b": 0.2, "c": 0.4} | {fastest: 0.1}
+    report = await tune(costs)
+    assert report.winner == fastest
+    assert report.best.median_s == pytest.approx(0.1)
+    assert [outcome.cfg for outcome in report.outcomes] == ["a", "b", "c"]
+
+
+@pytest.mark.anyio
+async def test_autotune_returns_the_winner():
+    """`autotune` is ejKernel's call with an await: factory, arguments and candidates in, the fastest out."""
+    tuner, measure = tuner_of({"a": 0.2, "b": 0.1})
+    made = []
+    best = await tuner.autotune(lambda cfg: made.append(cfg) or print, (1,), {"x": 2}, iter(["a", "b"]))
+    assert best == "b"
+    assert sorted(made) == sorted(measure.compiled) == ["a", "b"]
+
+
+@pytest.mark.anyio
+async def test_the_incumbent_goes_first():
+    """A tune that is cut short still knows the default, because the default is tried before anything else."""
+    tuner, measure = tuner_of({"a": 0.1, "default": 0.2, "c": 0.3})
+    report = await tuner.tune(job_of("a", "default", "c", incumbent=1))
+    assert measure.compiled[0] == measure.sampled[0] == "default"
+    assert report.incumbent == "default"
+    assert [outcome.cfg for outcome in report.outcomes] == ["a", "default", "c"], "outcomes keep the declared order"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("incumbent", [0, 1])
+async def test_the_incumbent_wins_ties_within_the_noise(incumbent):
+    """A challenger that is faster by less than the noise does not take the title: never worse, and never by luck."""
+    costs = {0: 0.1, 1: 0.1}
+    costs[incumbent] = 0.1005
+    report = await tune(costs, job=job_of(0, 1, incumbent=incumbent))
+    assert report.winner == incumbent
+    assert report.noise == pytest.approx(0.02)
+
+
+@pytest.mark.anyio
+async def test_the_incumbent_loses_to_a_clear_winner():
+    """A challenger that is faster by more than the noise takes the title."""
+    report = await tune({"default": 0.103, "b": 0.1}, job=job_of("default", "b", incumbent=0))
+    assert report.winner == "b"
+
+
+@pytest.mark.anyio
+async def test_noise_is_seen_in_the_samples():
+    """The wider a candidate's samples scatter, the larger the lead that counts as a tie."""
+    samples = {"default": [0.105, 0.125, 0.115], "calm": [0.10, 0.10, 0.10]}
+
+    async def winner(wild) -> tuple[str, float]:
+        turns = {cfg: iter(times) for cfg, times in (samples | wild).items()}
+        tuner, _ = tuner_of(lambda cfg: next(turns[cfg]), iters=3)
+        report = await tuner.tune(job_of("default", *(samples | wild).keys() - {"default"}, incumbent=0))
+        return report.winner, report.noise
+
+    # 15% slower, and its own samples lie 9% apart: that is a clear defeat.
+    assert (await winner({}))[0] == "calm"
+    # The same medians, but the challenger's samples lie 20% apart: that is a tie.
+    best, noise = await winner({"calm": [0.08, 0.10, 0.12]})
+    assert best == "default"
+    assert noise == pytest.approx(1.58 * 0.02 / 3**0.5 / 0.1)  # McGill's notch over the median
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("facts", [{}, {"incumbent": 0}])
+async def test_other_ties_go_to_declared_order(facts):
+    """Among equals that are not the incumbent, the one declared first wins, so that a tie has one answer."""
+    report = await tune({"slow": 0.5, "b": 0.1, "c": 0.1, "d": 0.1}, job=job_of("slow", "b", "c", "d", **facts))
+    assert report.winner == "b"
+
+
+@pytest.mark.anyio
+async def test_warm_ups_do_not_count():
+    """The median is over the samples after the warm-up."""
+    times = iter([9.0, 9.0, 1.0, 3.0, 2.0])
+    tuner, measure = tuner_of(lambda cfg: next(times), warmup=2, iters=3)
+    [outcome] = (await tuner.tune(job_of("a"))).outcomes
+    assert outcome.median_s == pytest.approx(2.0)
+    assert sorted(outcome.samples_s) == pytest.approx([1.0, 2.0, 3.0])
+    assert len(measure.sampled) == 5
+
+
+@pytest.mark.anyio
+async def test_a_report_tells_what_was_done():
+    """A report carries its job's identity and limits, and what each candidate's compiling cost."""
+    key = CacheKey("dev", "op@v1", "call")
+    tuner, _ = tuner_of(0.5, compile_s={"a": 2.0, "b": 1.0})
+    job = job_of("a", "b", key=key, checksum="c0ffee", objective="forward+backward", tune_budget_s=50.0, device=H100)
+    report = await tuner.tune(job)
+    assert [outcome.compile_s for outcome in report.outcomes] == pytest.approx([2.0, 1.0])
+    assert report.seconds == pytest.approx(4.0)
+    assert (report.key, report.checksum, report.objective) == (key, "c0ffee", "forward+backward")
+    assert (report.tune_id, report.tune_budget_s, report.candidate_timeout_s) == (job.id, 50.0, 30.0)
+    assert (report.incumbent, report.environment["platform_version"]) == (None, "fake")
+
+
+# ---------------------------------------------------------------------------------------------
+# Who fails.
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stage", ["build", "compile", "measure"])
+@pytest.mark.parametrize("incumbent", [None, 1])
+async def test_a_failing_candidate_is_one_outcome(stage, incumbent):
+    """A candidate that breaks is data: one outcome with stage, type and message, and the others are measured."""
+    error = LookupError("no such tile")
+    script = {"compile": {"compile_errors": {"bad": error}}, "measure": {"run_errors": {"bad": error}}}
+    tuner, _ = tuner_of({"a": 0.2, "bad": 0.0001, "c": 0.1}, **script.get(stage, {}))
+
+    def make_fn(cfg):
+        if stage == "build" and cfg == "bad":
+            raise error
+        return print
+
+    sink = RecordingSink()
+    job = replace(job_of("a", "bad", "c", incumbent=incumbent, emit=sink.emit), make_fn=make_fn)
+    report = await tuner.tune(job)
+    assert kinds(report.outcomes) == [Measured, Failed, Measured]
+    failed = report.outcomes[1]
+    assert (failed.stage, failed.error_type, failed.message) == (stage, "LookupError", "no such tile")
+    assert failed.error is error
+    assert report.winner == "c", "the failed one would have been the fastest"
+    [event] = sink.named("candidate_failed")
+    assert (event.index, event.cfg, event.stage) == (1, "bad", stage)
+    assert (event.error_type, event.message, event.still_busy) == ("LookupError", "no such tile", False)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stage", ["compile", "measure"])
+async def test_a_hanging_candidate_times_out_and_harms_nobody(stage):
+    """A candidate that hangs is a Failed TimeoutError after `candidate_timeout_s`; the rest go on as if it were not."""
+    script = {"compile": {"compile_s": {"a": 0, "hangs": 1e9, "c": 0}}, "measure": {"hangs": {"hangs"}}}
+    tuner, _ = tuner_of({"a": 0.2, "hangs": 0.2, "c": 0.1}, **script[stage])
+    start = anyio.current_time()
+    report = await tuner.tune(job_of("a", "hangs", "c", candidate_timeout_s=7.0))
+    assert report.outcomes[1] == Failed("hangs", stage, "TimeoutError", "took longer than 7 s")
+    assert kinds(report.outcomes) == [Measured, Failed, Measured]
+    assert report.winner == "c"
+    assert anyio.current_time() - start == pytest.approx(7.3)
+
+
+@pytest.mark.anyio
+async def test_the_timeout_is_for_one_sample():
+    """`candidate_timeout_s` bounds a compile, or one sample, and not their sum."""
+    tuner, _ = tuner_of(4.0, compile_s=4.0, warmup=1, iters=3)
+    report = await tuner.tune(job_of("a", candidate_timeout_s=5.0))
+    assert report.winner == "a"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("seconds", [math.nan, -1.0, -math.inf, math.inf])
+async def test_what_is_not_a_duration_is_a_failure(seconds):
+    """A measure that returns nonsense has not measured: the candidate failed, and cannot win."""
+    report = await Tuner(warmup=0, iters=1, measure=Fixed({"odd": seconds, "b": 0.5})).tune(job_of("odd", "b"))
+    assert kinds(report.outcomes) == [Failed, Measured]
+    assert (report.outcomes[0].stage, report.outcomes[0].error_type) == ("measure", "ValueError")
+    assert repr(seconds) in report.outcomes[0].message
+    assert report.winner == "b"
+
+
+@pytest.mark.anyio
+async def test_no_time_at_all_is_a_duration():
+    """A clock too coarse to see the candidate run says zero, which is a measurement."""
+    report = await Tuner(warmup=0, iters=1, measure=Fixed({"a": 0.5, "b": 0})).tune(job_of("a", "b", incumbent=0))
+    assert report.winner == "b"
+    assert report.outcomes[1].samples_s == (0.0,)
+
+
+@pytest.mark.anyio
+async def test_when_all_fail_the_error_carries_everything():
+    """A tune without a single measurement is a TuningError with every outcome, caused by a group of what was raised."""
+    key = CacheKey("dev", "op@v1", "call")
+    errors = {"a": LookupError("first"), "b": ArithmeticError("second")}
+    tuner, _ = tuner_of(compile_errors={"a": errors["a"]}, run_errors={"b": errors["b"]}, hangs={"c"})
+    with pytest.raises(TuningError, match=r"none of the 3 candidates of 'op@v1' .* 3 failed, 0 were skipped") as caught:
+        await tuner.tune(job_of("a", "b", "c", key=key, candidate_timeout_s=1.0))
+    error = caught.value
+    assert isinstance(error, RuntimeError)
+    assert "LookupError in the compile stage: first" in str(error)
+    assert error.key == key
+    assert [(failed.cfg, failed.stage) for failed in error.outcomes] == [
+        ("a", "compile"),
+        ("b", "measure"),
+        ("c", "measure"),
+    ]
+    assert isinstance(error.__cause__, ExceptionGroup)
+    assert error.__cause__.exceptions[:2] == (errors["a"], errors["b"])
+    assert isinstance(error.__cause__.exceptions[2], TimeoutError)
+
+
+@pytest.mark.anyio
+async def test_no_candidates_is_an_error():
+    """There is no fastest of none: ejKernel's RuntimeError, and nothing is measured."""
+    tuner, measure = tuner_of()
+    with pytest.raises(RuntimeError, match="no candidates"):
+        await tuner.autotune(lambda cfg: print, (), {}, [])
+    with pytest.raises(TuningError):
+        await tuner.tune(job_of())
+    assert measure.compiled == []
+
+
+@pytest.mark.anyio
+async def test_configs_may_be_unhashable():
+    """A config may be a dict, in a tune and in the script of a scripted measure."""
+    tuner, measure = tuner_of(lambda cfg: cfg["seconds"], run_errors=lambda cfg: None)
+    candidates = {"seconds": 0.2}, {"seconds": 0.1}
+    assert (await tuner.tune(job_of(*candidates))).winner == {"seconds": 0.1}
+    assert measure.sampled == list(candidates)
+
+
+@pytest.mark.anyio
+async def test_measuring_one_function_gives_its_median_or_says_why_not():
+    """`measure` is a tune of one: its median seconds, or a TuningError caused by what the function raised."""
+    times = iter([9.0, 1.0, 3.0, 2.0])
+    tuner, _ = tuner_of(lambda cfg: next(times), warmup=1, iters=3)
+    assert await tuner.measure(print, 1, end="") == pytest.approx(2.0)
+
+    error = LookupError("no such tile")
+    tuner, _ = tuner_of(compile_errors=lambda cfg: error)
+    with pytest.raises(TuningError, match="LookupError in the compile stage: no such tile") as caught:
+        await tuner.measure(print)
+    assert caught.value.__cause__ is error
+    assert kinds(caught.value.outcomes) == [Failed]
+
+
+@pytest.mark.parametrize(("warmup", "iters"), [(-1, 1), (0, 0), (1, -3)])
+def test_bad_counts_are_refused(warmup, iters):
+    """A tuner without a sample to take is refused where it is made, with the numbers in the message."""
+    with pytest.raises(InvalidRequestError, match=rf"warmup={warmup} .* iters={iters} "):
+        Tuner(warmup=warmup, iters=iters)
+
+
+# ---------------------------------------------------------------------------------------------
+# The budget.
+
+
+@pytest.mark.anyio
+async def test_when_the_budget_is_spent_the_rest_are_skipped_and_the_best_so_far_wins():
+    """`tune_budget_s` ends a tune with what it has: those not tried are Skipped, and say so."""
+    sink = RecordingSink()
+    tuner, measure = tuner_of({"a": 0.2, "b": 0.1, "slow": 10.0, "c": 0.01, "d": 0.01})
+    job = job_of("a", "b", "slow", "c", "d", tune_budget_s=4.0, emit=sink.emit)
+    report = await tuner.tune(job)
+    assert report.winner == "b"
+    assert kinds(report.outcomes)[:2] == [Measured, Measured]
+    assert report.outcomes[3:] == (
+        Skipped("c", "the tune's budget of 4 s was spent"),
+        Skipped("d", "the tune's budget of 4 s was spent"),
+    )
+    assert [(event.index, event.cfg) for event in sink.named("candidate_skipped")][-2:] == [(3, "c"), (4, "d")]
+    assert set(measure.sampled) <= {"a", "b", "slow"}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stage", ["compile", "measure"])
+async def test_a_tune_is_no_longer_than_its_budget(stage):
+    """`tune_budget_s` is a tune's length, compiling included, to within the one step that is under way."""
+    slow = {"a": 0.0, "slow": 20.0, "c": 0.0}
+    tuner, _ = tuner_of(slow) if stage == "measure" else tuner_of(0.0, compile_s=slow)
+    start = anyio.current_time()
+    report = await tuner.tune(job_of("a", "slow", "c", tune_budget_s=4.0, candidate_timeout_s=30.0))
+    assert anyio.current_time() - start == pytest.approx(20.0)
+    assert report.winner == "a"
+    assert report.outcomes[2] == Skipped("c", "the tune's budget of 4 s was spent")
+
+
+@pytest.mark.anyio
+async def test_compiling_counts_towards_the_budget():
+    """What a tune costs is compiling as much as running."""
+    tuner, _ = tuner_of(0.1, compile_s=3.0)
+    report = await tuner.tune(job_of("a", "b", "c", "d", tune_budget_s=6.0))
+    assert kinds(report.outcomes)[0] is Measured
+    assert kinds(report.outcomes)[2:] == [Skipped, Skipped]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("busy_with", ["compile", "measure"])
+async def test_waiting_for_ones_turn_is_free(busy_with, monkeypatch):
+    """Waiting for the device, or for a compile slot, does not burn a tune's budget."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # one compile slot
+    hog, _ = tuner_of(100.0) if busy_with == "measure" else tuner_of(0.0, compile_s=100.0)
+    modest, _ = tuner_of(0.1, compile_s=0.1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hog.tune, job_of("x", device=H100, tune_budget_s=1000.0, candidate_timeout_s=1000.0))
+        await anyio.sleep(1)  # virtual: by now the hog is at its step
+        report = await modest.tune(job_of("a", "b", "c", device=H100, tune_budget_s=1.0))
+    assert report.seconds > 99, "it did have to wait"
+    assert kinds(report.outcomes) == [Measured, Measured, Measured]
+
+
+# ---------------------------------------------------------------------------------------------
+# Going on.
+
+
+@pytest.mark.anyio
+async def test_a_job_called_again_goes_on_from_its_outcomes():
+    """A tune whose carrier was cancelled is carried on by the next: what was measured is not measured again."""
+    tuner, measure = tuner_of({"a": 1.0, "b": 2.0, "c": 0.5}, compile_errors={"bad": LookupError()})
+    job = job_of("bad", "a", "b", "c")
+    with anyio.move_on_after(2.0) as scope:
+        await tuner.tune(job)
+    assert scope.cancelled_caught
+    assert kinds(job.outcomes.values()) == [Failed]
+
+    report = await tuner.tune(job)
+    assert report.winner == "c"
+    assert kinds(report.outcomes) == [Failed, Measured, Measured, Measured]
+    assert (measure.compiled.count("bad"), measure.compiled.count("a"), measure.sampled.count("a")) == (1, 1, 1)
+
+
+@pytest.mark.anyio
+async def test_what_a_cancelled_carrier_spent_stays_spent():
+    """The budget is the tune's, not its carrier's."""
+    tuner, _ = tuner_of({"a": 0.1, "b": 10.0, "c": 0.1})
+    job = job_of("a", "b", "c", tune_budget_s=4.0)
+    with anyio.move_on_after(3.0):
+        await tuner.tune(job)
+    assert job.spent_s == pytest.approx(3.0)
+    report = await tuner.tune(job)
+    assert isinstance(report.outcomes[2], Skipped)
+
+
+@pytest.mark.anyio
+async def test_a_finished_job_is_not_measured_again():
+    """Calling with a job that has all its outcomes only reports."""
+    tuner, measure = tuner_of({"a": 1.0, "b": 2.0})
+    job = job_of("a", "b")
+    first = await tuner.tune(job)
+    measure.compiled.clear()
+    again = await tuner.tune(job)
+    assert (again.winner, again.outcomes) == (first.winner, first.outcomes)
+    assert measure.compiled == []
+
+
+# ---------------------------------------------------------------------------------------------
+# Alone.
+
+
+class Watched:
+    """A measure whose every step takes a second, and which sees how many run at once."""
+
+    def __init__(self) -> None:
+        self._now: Counter = Counter()
+        self.most: Counter = Counter()
+
+    async def _step(self, *places) -> None:
+        self._now.update(places)
+        for place in places:
+            self.most[place] = max(self.most[place], self._now[place])
+        await anyio.sleep(1)
+        self._now.subtract(places)
+
+    async def compile(self, trial):
+        await self._step("compiling")
+
+        async def sample() -> float:
+            await self._step("sampling", trial.device)
+            return 1.0
+
+        return sample
+
+
+@pytest.mark.anyio
+async def test_two_tunes_on_one_device_never_sample_at_once():
+    """Timings are taken alone: one lane per device, whoever's tune it is."""
+    measure = Watched()
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(Tuner(warmup=1, iters=2, measure=measure).tune, job_of("a", "b", device=H100))
+    assert measure.most["sampling"] == 1
+
+
+@pytest.mark.anyio
+async def test_two_devices_sample_at_the_same_time():
+    """Devices do not wait for each other."""
+    measure = Watched()
+    async with anyio.create_task_group() as tasks:
+        for device in (H100, A100):
+            tasks.start_soon(Tuner(warmup=1, iters=2, measure=measure).tune, job_of("a", "b", device=device))
+    assert (measure.most["sampling"], measure.most[H100], measure.most[A100]) == (2, 1, 1)
+
+
+@pytest.mark.anyio
+async def test_chains_share_the_lanes():
+    """Two chains in one event loop take turns on a device too."""
+    measure = Watched()
+    tuner = Tuner(warmup=0, iters=2, measure=measure)
+    async with Bench(tuner=tuner).chain as one, Bench(tuner=tuner).chain as other, anyio.create_task_group() as tasks:
+        for chain in (one, other):
+            tasks.start_soon(chain.choose, call(8), Toy())
+            tasks.start_soon(chain.choose, call(16), Toy())
+    assert measure.most[H100] == 1
+
+
+@pytest.mark.anyio
+async def test_a_tuner_on_its_own_shares_the_lanes():
+    """`Tuner.autotune` measures on its arguments' device, so it takes turns with the chains that tune there."""
+    measure = Watched()
+    tuner = Tuner(warmup=0, iters=2, measure=measure)
+    async with Bench(tuner=tuner).chain as chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(chain.choose, call(8), Toy())
+        tasks.start_soon(tuner.autotune, lambda cfg: print, (H100.array((8, 128)),), {}, ["a", "b", "c"])
+    assert measure.most["sampling"] == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("cores", "slots"), [(2, 1), (8, 3)])
+async def test_compiling_keeps_to_its_slots(cores, slots, monkeypatch):
+    """However many tunes there are, no more compile at once than leave the event loop its share of the cores."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    measure = Watched()
+    async with anyio.create_task_group() as tasks:
+        for device in range(8):
+            tasks.start_soon(Tuner(warmup=0, iters=1, measure=measure).tune, job_of("a", "b", device=device))
+    assert measure.most["compiling"] == slots
+
+
+# ---------------------------------------------------------------------------------------------
+# Telling.
+
+
+@pytest.mark.anyio
+async def test_candidate_events_come_in_order():
+    """Candidates are compiled one after the other, and told as measured once they are known to be done."""
+    bench = Bench(script={"compile_errors": {Blocks(2): LookupError("no")}, "compile_s": 1.0})
+    async with bench.chain:
+        start = anyio.current_time()
+        await bench.chain.choose(call(), Toy())
+    told = [event for event in bench.sink.events if event.name.startswith("candidate_")]
+    assert [(event.name, event.index, event.cfg) for event in told] == [
+        ("candidate_start", 0, Blocks(1)),
+        ("candidate_start", 1, Blocks(2)),
+        ("candidate_failed", 1, Blocks(2)),
+        ("candidate_start", 2, Blocks(3)),
+        ("candidate_measured", 0, Blocks(1)),
+        ("candidate_measured", 2, Blocks(3)),
+    ]
+    [tune_id] = {event.tune_id for event in told}
+    [begun], [ended] = bench.sink.named("autotune_start"), bench.sink.named("autotune_finish")
+    assert begun.tune_id == ended.tune_id == tune_id
+    assert {event.key for event in told} == {begun.key}
+    # Compiling takes one second each; then come a warm-up and a sample of 0.3 seconds, and the same of 0.1.
+    assert [event.end - start for event in told] == pytest.approx([0, 1, 2, 2, 3.8, 3.8])
+    assert [event.start - start for event in told] == pytest.approx([0, 1, 1, 2, 0, 2])
+    first = told[4]
+    assert (first.median_s, first.compile_s, first.samples) == (pytest.approx(0.3), pytest.approx(1.0), 1)
+    assert (ended.measured, ended.failed, ended.skipped) == (2, 1, 0)
+
+
+@pytest.mark.anyio
+async def test_a_chains_report_has_every_outcome():
+    """What the tuner found reaches the caller whole: winner, incumbent, and the failure beside the measurements."""
+    bench = Bench(script={"compile_errors": {Blocks(2): LookupError("no")}}, allow={"tune_budget_s": 45.0})
+    async with bench.chain as chain:
+        selection = await chain.select(call(), Toy())
+    report = selection.report
+    assert (selection.tier, selection.cfg, report.winner) == ("autotune", BEST, BEST)
+    assert (report.key, report.checksum) == (selection.key, selection.checksum)
+    assert kinds(report.outcomes) == [Measured, Failed, Measured]
+    assert (report.incumbent, report.tune_budget_s) == (GUESS, 45.0)
+
+
+@pytest.mark.anyio
+async def test_a_chains_waiters_get_the_tuning_error_with_its_outcomes():
+    """Where heuristics are not allowed, all who wait for a tune in which everything failed get its error."""
+    bench = Bench(script={"run_errors": lambda cfg: LookupError(f"no {cfg}")}, allow={"allow_heuristics": False})
+    caught = []
+
+    async def wait() -> None:
+        with pytest.raises(TuningError) as raised:
+            await bench.chain.choose(call(), NoHeuristic())
+        caught.append(raised.value)
+
+    async with bench.chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        tasks.start_soon(wait)
+    assert bench.tunes == 1
+    assert [kinds(error.outcomes) for error in caught] == [[Failed] * 3] * 2
+    assert caught[0] is not caught[1]
+    assert all(isinstance(error.__cause__.__cause__, ExceptionGroup) for error in caught)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tuners that only have `autotune`.
+
+
+class AsyncOnly:
+    """Somebody's own tuner, async."""
+
+    def __init__(self, found=BEST, takes_s: float = 1.0) -> None:
+        self._found, self._takes_s = found, takes_s
+        self.asked = []
+        self.at_once = self.most_at_once = 0
+
+    async def autotune(self, make_fn, args, kwargs, candidates):
+        self.asked.append((args, kwargs, tuple(candidates), [make_fn(cfg)(*args, **kwargs) for cfg in candidates]))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await anyio.sleep(self._takes_s)
+        self.at_once -= 1
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+
+class SyncOnly:
+    """Somebody's own tuner, blocking, as ejKernel's is."""
+
+    def __init__(self, found=BEST) -> None:
+        self._found = found
+        self.asked = []
+        self.threads = []
+        self.x64 = []
+
+    def autotune(self, make_fn, args, kwargs, candidates):
+        self.threads.append(threading.get_ident())
+        self.x64.append(jax.config.jax_enable_x64)
+        self.asked.append((args, kwargs, tuple(candidates), [make_fn(cfg)(*args, **kwargs) for cfg in candidates]))
+        return self._found
+
+
+@pytest.mark.anyio
+async def test_a_tuner_with_only_an_async_autotune_will_do():
+    """A chain takes any object with ejKernel's `autotune`: it is given the call, and what it names is the answer."""
+    tuner, inv = AsyncOnly(), call()
+    bench = Bench(tuner=tuner)
+    async with bench.chain as chain:
+        selection = await chain.select(inv, Toy())
+        again = await chain.select(inv, Toy())
+    assert (selection.cfg, selection.tier, again.cfg, again.tier) == (BEST, "autotune", BEST, "memory")
+    assert tuner.asked == [(inv.args, {}, (Blocks(1), Blocks(2), Blocks(3)), [inv.args[0]] * 3)]
+    report = selection.report
+    assert (report.winner, report.outcomes, report.seconds) == (BEST, (), pytest.approx(1.0))
+    assert (report.key, report.checksum) == (selection.key, selection.checksum)
+
+
+def test_a_tuner_with_only_a_blocking_autotune_works_in_a_thread(real_backend):
+    """A blocking `autotune` does not hold up the event loop."""
+    tuner, inv = SyncOnly(), call()
+
+    async def main():
+        async with Bench(tuner=tuner).chain as chain:
+            selection = await chain.select(inv, Toy())
+        assert (selection.cfg, selection.tier) == (BEST, "autotune")
+        assert tuner.asked == [(inv.args, {}, (Blocks(1), Blocks(2), Blocks(3)), [inv.args[0]] * 3)]
+        assert tuner.threads != [threading.get_ident()]
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_blocking_autotune_runs_with_the_callers_jax_settings(real_backend):
+    """JAX's settings are per thread, so the thread a blocking tuner works in gets the caller's."""
+    tuner = SyncOnly()
+
+    async def main():
+        async with Bench(tuner=tuner).chain as chain:
+            with jax.enable_x64(True):
+                await chain.choose(call(), Toy())
+
+    anyio.run(main, backend=real_backend)
+    assert tuner.x64 == [True]
+
+
+@pytest.mark.anyio
+async def test_a_tuner_with_only_autotune_is_alone_on_its_device():
+    """Whatever measures, measures alone: the lane is held for tuners that do not know of lanes."""
+    tuner = AsyncOnly()
+    async with Bench(tuner=tuner).chain as chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(chain.choose, call(8), Toy())
+        tasks.start_soon(chain.choose, call(16), Toy())
+    assert len(tuner.asked) == 2
+    assert tuner.most_at_once == 1
+
+
+@pytest.mark.anyio
+async def test_a_tuner_with_only_autotune_ends_with_the_budget():
+    """A pending tune always ends, whoever measures: after `tune_budget_s` it has failed and the heuristic answers."""
+    bench = Bench(tuner=AsyncOnly(takes_s=math.inf), allow={"tune_budget_s": 20.0})
+    async with bench.chain as chain:
+        with anyio.fail_after(1000):
+            selection = await chain.select(call(), Toy())
+    assert (selection.cfg, selection.tier) == (GUESS, "heuristics")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("found", [None, LookupError("no such tile")])
+async def test_a_tuner_that_finds_nothing_has_failed(found):
+    """No answer from somebody's own tuner, or an error, is a failed tune: the heuristic answers and says why."""
+    bench = Bench(tuner=AsyncOnly(found))
+    async with bench.chain as chain:
+        selection = await chain.select(call(), Toy())
+    assert (selection.cfg, selection.tier) == (GUESS, "heuristics")
+    assert ("no such tile" if found else "found no config") in selection.declined["autotune"]
+    assert "autotune_failed" in bench.sink.names
+
+
+def test_a_tuner_is_taken_for_what_it_can_do():
+    """What has `tune` is used as it is, and what can neither `tune` nor `autotune` is refused with its name."""
+    tuner = Tuner()
+    assert as_tuner(tuner) is tuner
+    with pytest.raises(InvalidRequestError, match=r"tuner=42 .* pass a Tuner"):
+        ConfigSelectorChain(ConfigCache(), AutotunePolicy(), tuner=42)
+
+
+# ---------------------------------------------------------------------------------------------
+# The contract of a measure: what the tuner relies on, whoever does the timing. In real time, with real threads.
+
+
+class ScriptedRig:
+    """The scripted measure, told how each candidate behaves."""
+
+    def __init__(self) -> None:
+        self.measure = ScriptedMeasure(
+            0.0,
+            compile_s=lambda cfg: math.inf if cfg == "slow compile" else 0.0,
+            compile_errors={"bad compile": LookupError("no such tile")},
+            run_errors={"bad run": LookupError("no such tile")},
+            hangs={"slow run"},
+        )
+
+    def trial(self, cfg: str) -> Trial:
+        return Trial(cfg, print, (), {})
+
+    def close(self) -> None:
+        pass
+
+
+class JaxRig:
+    """The JAX measure, with candidates that behave that way."""
+
+    def __init__(self) -> None:
+        self.measure = JaxMeasure()
+        self._gate = threading.Event()
+
+    def trial(self, cfg: str) -> Trial:
+        return Trial(cfg, partial(self._run, cfg), (jnp.ones(3),), {})
+
+    def _run(self, cfg: str, x):
+        if cfg == "bad compile":
+            raise LookupError("no such tile")
+        if cfg == "slow compile":
+            assert self._gate.wait(10)
+        if cfg.endswith("run"):
+            return jax.pure_callback(partial(self._called, cfg), x, x)
+        return x + 1
+
+    def _called(self, cfg: str, x):
+        if cfg == "bad run":
+            raise LookupError("no such tile")
+        assert self._gate.wait(10)
+        return x
+
+    def close(self) -> None:
+        self._gate.set()
+
+
+@pytest.fixture(params=[ScriptedRig, JaxRig])
+def rig(request):
+    rig = request.param()
+    yield rig
+    rig.close()
+
+
+def test_contract_a_sampler_returns_seconds_each_time_it_is_called(rig, real_backend):
+    """Compiling gives a function that may be called again and again, each time for one duration."""
+
+    async def main():
+        sample = await rig.measure.compile(rig.trial("good"))
+        return [await sample() for _ in range(3)]
+
+    samples = anyio.run(main, backend=real_backend)
+    assert all(isinstance(seconds, float) and 0 <= seconds < math.inf for seconds in samples)
+
+
+def test_contract_what_a_candidate_raises_is_raised_at_its_stage(rig, real_backend):
+    """What cannot be compiled raises from `compile`; what cannot run compiles, and raises from its sampler."""
+
+    async def main():
+        with pytest.raises(LookupError, match="no such tile"):
+            await rig.measure.compile(rig.trial("bad compile"))
+        sample = await rig.measure.compile(rig.trial("bad run"))
+        with pytest.raises(Exception, match="no such tile"):
+            await sample()
+
+    anyio.run(main, backend=real_backend)
+
+
+@pytest.mark.parametrize("stage", ["compile", "run"])
+def test_contract_every_step_can_be_cancelled(rig, stage, real_backend):
+    """Cancelling a step returns at once, however long the candidate would take."""
+
+    async def main():
+        step = partial(rig.measure.compile, rig.trial(f"slow {stage}"))
+        if stage == "run":
+            step = await step()
+        with anyio.move_on_after(0) as scope:
+            await step()
+        return scope.cancelled_caught
+
+    assert anyio.run(main, backend=real_backend)
+
+
+def test_contract_a_tuner_finds_the_same_with_either(rig, real_backend):
+    """Whichever measure a tuner has, the same behaviour becomes the same kind of outcome."""
+
+    async def main():
+        cfgs = ("good", "bad compile", "bad run")
+        job = replace(job_of(*cfgs), make_fn=lambda cfg: rig.trial(cfg).fn, args=rig.trial("good").args)
+        return await Tuner(warmup=0, iters=1, measure=rig.measure).tune(job)
+
+    report = anyio.run(main, backend=real_backend)
+    assert report.winner == "good"
+    assert kinds(report.outcomes) == [Measured, Failed, Failed]
+    assert [failed.stage for failed in report.outcomes[1:]] == ["compile", "measure"]
