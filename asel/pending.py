@@ -59,7 +59,8 @@ class Pending(Generic[T]):
         """
         self.waiters += 1
         try:
-            await self.until_ended()
+            while not self.ended:
+                await self._changed.wait()
         finally:
             self.waiters -= 1
         return self._outcome()

@@ -8,6 +8,8 @@ weak type and sharding; everything else is a constant and counts by type and val
 from __future__ import annotations
 
 import enum
+import itertools
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -41,26 +43,64 @@ _ATOMS = frozenset({int, bool, str, bytes, type(None)})
 _ORDERED = (OrderedDict, defaultdict)
 
 
+class _Shardings:
+    """A number for each distinct sharding; equal ones have the same.
+
+    JAX hashes and compares shardings in Python, and every compiled function hands out objects of its
+    own: this would cost more than the rest of a signature. An object seen before is known by its id,
+    which stays its own for as long as the entry holds the object. No number is used twice.
+    """
+
+    def __init__(self, max_entries: int = 4096) -> None:
+        self._max_entries = max_entries
+        self._unused = itertools.count()
+        self._numbers: dict[Any, int] = {}
+        self.seen: dict[int, tuple[int, Any]] = {}
+
+    def learn(self, sharding: Any) -> int:
+        # To forget one costs a call that is resolved again, and nothing else.
+        for table in (self._numbers, self.seen):
+            if len(table) >= self._max_entries:
+                table.clear()
+        number = self._numbers.setdefault(sharding, next(self._unused))
+        self.seen[id(sharding)] = (number, sharding)
+        return number
+
+
+_shardings = _Shardings()
+_seen = _shardings.seen.get
+
+
 class _Jax:
     """JAX's types and settings, learnt at the first call: importing asel does not import JAX."""
 
-    known = False
-    array: Any = None
-    x64: Any = None
-    matmul_precision: Any = None
-    default_device: Any = None
+    # Slots of one object: Python 3.11 reads those several times faster than attributes of a class.
+    __slots__ = ("array", "default_device", "known", "matmul_precision", "sharding_of", "x64")
 
-    @classmethod
-    def learn(cls) -> None:
+    def __init__(self) -> None:
+        self.known = False
+        self.array: Any = None
+        self.sharding_of: Any = None
+        self.x64: Any = None
+        self.matmul_precision: Any = None
+        self.default_device: Any = None
+
+    def learn(self) -> None:
         import jax
         import jax.numpy as jnp
 
         with jax.ensure_compile_time_eval():  # the first call may come while JAX traces
-            cls.array = type(jnp.zeros(()))
+            self.array = type(jnp.zeros(()))
         # The settings are context managers that know their value; to ask jax.config costs three times as much.
-        cls.x64, cls.matmul_precision = jax.enable_x64, jax.default_matmul_precision
-        cls.default_device = jax.default_device
-        cls.known = True
+        self.x64, self.matmul_precision = jax.enable_x64, jax.default_matmul_precision
+        self.default_device = jax.default_device
+        # The property is Python around a private one in C++; where JAX no longer has that, the property will do.
+        private = getattr(self.array, "_sharding", None)
+        self.sharding_of = getattr(private, "fget", None) or operator.attrgetter("sharding")
+        self.known = True
+
+
+_jax = _Jax()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -74,32 +114,32 @@ def signature(inv: Any, kernel: Any) -> tuple[Any, ...]:
     Raises:
         UnstableKeyError: an argument has no stable identity.
     """
-    if not _Jax.known:
-        _Jax.learn()
-    array = _Jax.array
+    if not _jax.known:
+        _jax.learn()
+    array, sharding_of = _jax.array, _jax.sharding_of
     tokens: list[Any] = [id(kernel)]
-    append = tokens.append
-    # An array is its aval, then its sharding unless it is that of the array before: hashing a
-    # sharding costs more than all else.
-    placed = None
+    placed = False  # whether some array lives on a device
     for value in inv.args:
         if type(value) is array:
-            append(value.aval)
-            sharding = value.sharding
-            if sharding is not placed and (placed is None or sharding != placed):
-                append(sharding)
-                placed = sharding
-        else:
-            placed = _append(value, tokens, placed)
+            tokens.append(value.aval)
+            sharding = sharding_of(value)
+            tokens.append(seen[0] if (seen := _seen(id(sharding))) else _shardings.learn(sharding))
+            placed = True
+        elif _append(value, tokens):
+            placed = True
     if inv.kwargs:
-        append(_DICT)
+        tokens.append(_DICT)
         for name, value in inv.kwargs.items():
-            append(name)
-            placed = _append(value, tokens, placed)
-    append(_Jax.x64.value)
-    append(_Jax.matmul_precision.value)
-    if placed is None:
-        append(_Jax.default_device.value)
+            if (kind := type(value)) in _ATOMS:
+                tokens += (name, kind, value)
+                continue
+            tokens.append(name)
+            if _append(value, tokens):
+                placed = True
+    tokens.append(_jax.x64.value)
+    tokens.append(_jax.matmul_precision.value)
+    if not placed:
+        tokens.append(_jax.default_device.value)
     if (
         inv.method is not None
         or inv.mesh is not None
@@ -108,72 +148,72 @@ def signature(inv: Any, kernel: Any) -> tuple[Any, ...]:
         or inv.batch_axes is not None
         or inv.check_vma
     ):
-        append(_Mark.CALL)
-        append(_call_form(inv))
+        tokens.append(_Mark.CALL)
+        tokens.append(_call_form(inv))
     return tuple(tokens)
 
 
-def _append(value: Any, tokens: list[Any], placed: Any) -> Any:
-    """Append the tokens of one value; return the sharding of the last array so far."""
+def _append(value: Any, tokens: list[Any]) -> bool:
+    """Append the tokens of one value; tell whether it holds an array that lives on a device."""
     kind = type(value)
-    if kind is _Jax.array:
+    if kind is _jax.array:
         tokens.append(value.aval)
-        sharding = value.sharding
-        if sharding is not placed and (placed is None or sharding != placed):
-            tokens.append(sharding)
-            return sharding
-        return placed
+        sharding = _jax.sharding_of(value)
+        tokens.append(seen[0] if (seen := _seen(id(sharding))) else _shardings.learn(sharding))
+        return True
     if kind in _ATOMS:
         tokens.append(kind)
         tokens.append(value)
-        return placed
+        return False
+    placed = False
     if kind is dict:
         tokens.append(_DICT)
         for key, item in value.items():
             tokens.append(key if type(key) is str else canonical(key))
-            placed = _append(item, tokens, placed)
+            placed |= _append(item, tokens)
         tokens.append(_END)
         return placed
     if kind is tuple or kind is list:
         tokens.append(_TUPLE if kind is tuple else _LIST)
         for item in value:
-            placed = _append(item, tokens, placed)
+            placed |= _append(item, tokens)
         tokens.append(_END)
         return placed
     if kind is float:
-        tokens.append(float)
-        tokens.append(value.hex())  # 0.0 and -0.0 differ, and nan is itself
-        return placed
-    return _append_other(value, tokens, placed)
+        # 0.0 and -0.0 differ and nan is itself, so these go by their text.
+        tokens += (float, value if value and value == value else value.hex())
+        return False
+    return _append_other(value, tokens)
 
 
-def _append_other(value: Any, tokens: list[Any], placed: Any) -> Any:
+def _append_other(value: Any, tokens: list[Any]) -> bool:
     import jax
 
     if isinstance(value, jax.core.Tracer):
         tokens += (_Mark.TRACED, value.aval)
-        return placed
+        return False
     if isinstance(value, jax.Array):
-        tokens += (value.aval, value.sharding)
-        return value.sharding
+        tokens += (value.aval, _shardings.learn(value.sharding))
+        return True
     if isinstance(value, jax.ShapeDtypeStruct):
         tokens += (_Mark.SHAPE, value.shape, value.dtype, value.weak_type, value.sharding)
-        return placed if value.sharding is None else value.sharding
+        return value.sharding is not None
     if is_numeric(value):
         tokens += (_Mark.NUMPY, value.shape, value.dtype)
-        return placed
+        return False
     if _is_duck_array(value):
         devices = frozenset(value.devices())
         tokens += (_Mark.DUCK, tuple(value.shape), str(value.dtype), devices)
-        return devices
+        return True
     if (node := _children(value)) is not None:
         steps, aux = node
         tokens += (_Mark.NODE, type(value), canonical(aux), len(steps))
+        placed = False
         for _, child in steps:
-            placed = _append(child, tokens, placed)
+            placed |= _append(child, tokens)
         return placed
     tokens.append(canonical(value))
-    return placed
+    return False
 
 
 def is_numeric(value: Any) -> bool:
@@ -221,8 +261,8 @@ class Encoder:
     """One pass over a call, and what it noticed: the device, tracers, sizes outside their buckets."""
 
     def __init__(self, bucketing: Bucketing | None = None) -> None:
-        if not _Jax.known:
-            _Jax.learn()
+        if not _jax.known:
+            _jax.learn()
         self._bucketing = bucketing
         self.device: Any = None
         self.traced = False
@@ -236,7 +276,7 @@ class Encoder:
         """
         args = tuple(self._value(v, f"args[{i}]") for i, v in enumerate(inv.args))
         kwargs = self._pairs(inv.kwargs, "kwargs")
-        settings = (int(_Jax.x64.value), _Jax.matmul_precision.value)
+        settings = (int(_jax.x64.value), _jax.matmul_precision.value)
         return (args, kwargs, settings, _call_form(inv))
 
     def _value(self, value: Any, path: str) -> Canon:
@@ -339,9 +379,9 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 def default_device_setting() -> Any:
     """Return what the calling thread has set as its default device."""
-    if not _Jax.known:
-        _Jax.learn()
-    return _Jax.default_device.value
+    if not _jax.known:
+        _jax.learn()
+    return _jax.default_device.value
 
 
 def refuse_if_endless(inv: Any) -> UnstableKeyError:
@@ -353,7 +393,7 @@ def refuse_if_endless(inv: Any) -> UnstableKeyError:
 
 def _is_endless(value: Any) -> bool:
     try:
-        _append(value, [], None)
+        _append(value, [])
     except RecursionError:
         return True
     except UnstableKeyError:

@@ -8,7 +8,7 @@ finds one or the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Generic
@@ -119,7 +119,7 @@ class Tuning(Generic[Cfg]):
                 self._tasks.start_soon(self._run, tune, name=f"asel tune of {key.op_id}")
         return tune, begun
 
-    async def wait(self, tune: Tune[Cfg]) -> Done[Cfg]:
+    def wait(self, tune: Tune[Cfg]) -> Awaitable[Done[Cfg]]:
         """Return what a tune found.
 
         Raises:
@@ -127,8 +127,8 @@ class Tuning(Generic[Cfg]):
             SelectorClosedError: its chain was closed.
         """
         if tune.owned:
-            return await tune.wait()
-        return await tune.carry(partial(self._run, tune), partial(self._abandon, tune))
+            return tune.wait()
+        return tune.carry(partial(self._run, tune), partial(self._abandon, tune))
 
     async def settled(self) -> None:
         """Return once no tune is in flight."""

@@ -146,7 +146,8 @@ async def test_a_tune_ignores_its_first_callers_overlays():
         inner = (await chain.explain(call(99), Nested())).key
         with overlay_cache({inner: Blocks(42)}):
             await chain.choose(call(), Toy())
-    assert seen == [GUESS] * 3
+    assert len(seen) >= 3  # one for each candidate, and for that of the inner key's own tune
+    assert set(seen) == {GUESS}
 
 
 async def test_a_candidate_that_selects_its_own_key_does_not_deadlock():

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from opentelemetry import trace
+from opentelemetry.context import Context, get_current
 from opentelemetry.trace import Span, Status, StatusCode
 
 from asel.events import (
@@ -31,7 +32,7 @@ _ANSWERS: dict[type[Event], str] = {
     NoAnswer: "error",
 }
 _CANDIDATES = (CandidateMeasured, CandidateFailed)
-_TUNES = (AutotuneStart, AutotuneFinish, AutotuneFailed)
+_TUNES = frozenset({AutotuneStart, AutotuneFinish, AutotuneFailed})
 
 
 class OpenTelemetrySink:
@@ -45,13 +46,20 @@ class OpenTelemetrySink:
         self._given = tracer is not None
         self._tracer = trace.get_tracer("asel") if tracer is None else tracer
         self._tunes: dict[str, Span] = {}
+        self._unsampled: Context | None = None
 
     def wants(self, kind: type[Event]) -> bool:
-        parent = trace.get_current_span()
-        if parent.is_recording() or kind in _TUNES:
-            return True
-        # A trace that is not sampled stays so; without a trace, the provider's sampler has the say.
-        return not parent.get_span_context().is_valid and (self._given or _has_provider())
+        here = get_current()
+        if here is not self._unsampled:
+            parent = trace.get_current_span(here)
+            if parent.is_recording():
+                return True
+            if not parent.get_span_context().is_valid:
+                # Without a trace, the provider's sampler has the say.
+                return kind in _TUNES or self._given or _has_provider()
+            # A context never changes, and a trace that is not sampled stays so: no need to look again.
+            self._unsampled = here
+        return kind in _TUNES
 
     def emit(self, event: Event) -> None:
         if isinstance(event, AutotuneStart):
@@ -107,4 +115,7 @@ class OpenTelemetrySink:
 
 
 def _has_provider() -> bool:
-    return not isinstance(trace.get_tracer_provider(), trace.NoOpTracerProvider | trace.ProxyTracerProvider)
+    return type(trace.get_tracer_provider()) not in _PLACEHOLDERS
+
+
+_PLACEHOLDERS = frozenset({trace.NoOpTracerProvider, trace.ProxyTracerProvider})

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import structlog
+from structlog import is_configured
 
 from asel.events import Event
 
@@ -26,7 +27,7 @@ class StructlogSink:
 
     def wants(self, kind: type[Event]) -> bool:
         """Tell whether an entry of this kind's level would go anywhere."""
-        if self._goes_to_stdlib():
+        if self._given is None and not is_configured():
             return self._stdlib.isEnabledFor(_LEVELS[kind.severity])
         is_enabled = getattr(self._logger(), "is_enabled_for", None)
         return True if is_enabled is None else bool(is_enabled(_LEVELS[kind.severity]))
