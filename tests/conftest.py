@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax  # noqa: F401 - as any program has that asks for configs: importing it is no business of the event loop
 import pytest
 from blockbuster import blockbuster_ctx
 
