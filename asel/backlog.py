@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
@@ -22,27 +23,39 @@ class Backlog:
 
     def __init__(self, see_to: Callable[[Call], Awaitable[None]]) -> None:
         self._see_to = see_to
+        self._lock = threading.Lock()
+        self._loop: LoopHandle | None = None
         self._inbox: deque[tuple[Context, Call]] = deque()
         self._queued: set[tuple[CacheKey, str]] = set()
-        self._mail = anyio.Event()
-        self._progress = anyio.Event()
+        self._mail: anyio.Event
+        self._progress: anyio.Event
 
-    def add(self, call: Call, loop: LoopHandle) -> None:
-        """Have the loop see to a call, unless one with its key and checksum is queued already."""
+    def open(self, loop: LoopHandle) -> None:
+        self._mail, self._progress = anyio.Event(), anyio.Event()
+        self._loop = loop
+
+    def add(self, call: Call) -> bool:
+        """Have the loop see to a call, once for its key and checksum; False if there is no loop to do so."""
         address = (call.key, call.checksum)
-        if address not in self._queued:
-            call.settings = current_settings()  # of this thread, which need not be the loop's
-            self._queued.add(address)
-            self._inbox.append((copy_context(), call))
-            loop.post(lambda: self._mail.set())
+        settings = current_settings()  # of this thread, which need not be the loop's
+        with self._lock:
+            loop = self._loop
+            if loop is None:
+                return False
+            if address not in self._queued:
+                call.settings = settings
+                self._queued.add(address)
+                self._inbox.append((copy_context(), call))
+                loop.post(lambda: self._mail.set())
+        return True
 
     async def serve(self, tasks: TaskGroup) -> None:
         """See to what comes in, for as long as the chain is open."""
         while True:
+            self._mail = anyio.Event()  # before the inbox is looked at, so that no mail is missed
             while self._inbox:
                 context, call = self._inbox.popleft()
                 context.run(tasks.start_soon, self._handle, call)  # in the caller's telemetry context
-            self._mail = anyio.Event()
             await self._mail.wait()
 
     async def _handle(self, call: Call) -> None:
@@ -52,15 +65,20 @@ class Backlog:
             self._queued.discard((call.key, call.checksum))
             self._tell_progress()
 
-    async def settled(self) -> None:
-        """Return once nothing is queued."""
+    @property
+    def is_empty(self) -> bool:
+        return not self._queued
+
+    async def until_empty(self) -> None:
         while self._queued:
             await self._progress.wait()
 
-    def drop(self) -> None:
-        """Forget what is queued."""
-        self._inbox.clear()
-        self._queued.clear()
+    def close(self) -> None:
+        """Forget what is queued, and take no more."""
+        with self._lock:
+            self._loop = None
+            self._inbox.clear()
+            self._queued.clear()
         self._tell_progress()
 
     def _tell_progress(self) -> None:

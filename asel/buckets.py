@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from asel.errors import InvalidRequestError
 
-__all__ = ["Bucketing", "OutOfRange", "powers_of_two"]
+__all__ = ["Bucketing", "Outside", "powers_of_two"]
 
 _DOUBLE_QUOTED = re.compile(r"\[\"([^\"']*)\"\]")
 _SPEC = re.compile(r"(?P<root>args\[\d+\]|kwargs\['[^']*'\]|[A-Za-z_]\w*)(?P<inner>.*)\.shape\[(?P<axis>-?\d+)\]")
@@ -30,7 +30,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class OutOfRange(NamedTuple):
+class Outside(NamedTuple):
     """A dimension that no declared bucket covers."""
 
     dimension: str
@@ -59,7 +59,7 @@ class Bucketing:
             for path in _paths(spec, match["root"], parameters):
                 self._axes.setdefault(path + match["inner"], []).append((int(match["axis"]), spec, ordered))
 
-    def apply(self, path: str, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], list[OutOfRange]]:
+    def apply(self, path: str, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], list[Outside]]:
         """Return the shape with its bucketed dimensions coarsened, and what fell outside."""
         rules = self._axes.get(path)
         if rules is None:
@@ -73,7 +73,7 @@ class Bucketing:
             if bounds[0] <= size <= bounds[-1]:
                 dims[axis] = ("up to", bounds[bisect.bisect_left(bounds, size)])
             else:
-                outside.append(OutOfRange(spec, size, bounds[0], bounds[-1]))
+                outside.append(Outside(spec, size, bounds[0], bounds[-1]))
         return tuple(dims), outside
 
 

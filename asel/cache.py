@@ -11,8 +11,9 @@ from typing import Any, Generic, Literal
 from asel.errors import InvalidRequestError
 from asel.kernel import Cfg
 from asel.keys import CacheKey
+from asel.memo import Memo
 from asel.outcomes import TuneReport
-from asel.pending import Pending as PendingTune
+from asel.pending import Shared
 from asel.scopes import Scope, Stack, any_scope_here
 
 __all__ = [
@@ -75,7 +76,7 @@ class Pending(Generic[Cfg]):
     `previous` is what a retune is about to replace; until then it goes on answering.
     """
 
-    tune: PendingTune[Any]
+    tune: Shared[Any]
     previous: Done[Cfg] | None = None
 
 
@@ -152,8 +153,8 @@ class ConfigCache(Generic[Cfg]):
         self._table: dict[CacheKey, dict[Checksum, Entry[Cfg]]] = {}
         # Least recently used first; kept only where there is a bound.
         self._recency: OrderedDict[tuple[CacheKey, Checksum], None] = OrderedDict()
-        # What `clear` removed and nothing has replaced: a chain may have been told not to tune it again.
-        self._cleared: set[tuple[CacheKey, Checksum]] = set()
+        # The keys `clear` removed and nothing has replaced: a chain may have been told not to tune them again.
+        self._cleared: Memo[bool] = Memo(65_536)
         # Moves with every change of an answer, so that whoever remembers one knows when to look again.
         self.generation = 0
 
@@ -182,7 +183,7 @@ class ConfigCache(Generic[Cfg]):
                 if isinstance(entry, Done):
                     self._forget(key, checksum)
                 else:  # the tune goes on for its waiters, but no longer answers with an older config
-                    self._table[key][checksum] = replace(entry, previous=None)
+                    self._drop_previous(key, checksum, entry)
             self._write(key, None, Done(cfg, Match(), Provenance("put")))
 
     def keys(self) -> list[CacheKey]:
@@ -200,12 +201,12 @@ class ConfigCache(Generic[Cfg]):
         with self._lock:
             for key, slots in list(self._table.items()):
                 for checksum, entry in list(slots.items()):
+                    if _answering(entry) is not None:
+                        self._cleared.put(key, True)
                     if isinstance(entry, Pending):
-                        slots[checksum] = replace(entry, previous=None)
+                        self._drop_previous(key, checksum, entry)
                     else:
                         self._forget(key, checksum)
-                        self._cleared.add((key, checksum))
-            self._recency.clear()
             self.generation += 1
 
     # What the chain asks.
@@ -249,20 +250,22 @@ class ConfigCache(Generic[Cfg]):
             if self._table.get(key, {}).get(checksum) is None:
                 self._write(key, checksum, Done(cfg, ToBeVerified(checksum), Provenance("persistent", report)))
 
-    def remember(self, key: CacheKey, checksum: str, cfg: Cfg, provenance: Provenance[Cfg]) -> None:
-        """Keep a verified answer."""
+    def remember(self, key: CacheKey, checksum: str, cfg: Cfg, report: TuneReport[Cfg] | None = None) -> Done[Cfg]:
+        """Keep what a store had, verified; or return what has become known since it was asked."""
         with self._lock:
             entry = self._table.get(key, {}).get(checksum)
-            done = Done(cfg, Match(), provenance)
+            known = None if entry is None else _answering(entry)
+            if known is not None and isinstance(known.state, Match):
+                return known
+            done = Done(cfg, Match(), Provenance("persistent", report))
             if isinstance(entry, Pending):  # a tune in flight stays in flight
                 self._table[key][checksum] = replace(entry, previous=done)
                 self.generation += 1  # no place in the order of use: it lasts until the tune ends
             else:
                 self._write(key, checksum, done)
+            return done
 
-    def begin(
-        self, key: CacheKey, checksum: str, make: Callable[[], PendingTune[Any]]
-    ) -> tuple[PendingTune[Any], bool]:
+    def begin(self, key: CacheKey, checksum: str, make: Callable[[], Shared[Any]]) -> tuple[Shared[Any], bool]:
         """Return the tune in flight for a key, and whether it was begun just now.
 
         Looking and inserting are one step, so a key never has two.
@@ -276,7 +279,7 @@ class ConfigCache(Generic[Cfg]):
             return tune, True
 
     def finish(
-        self, key: CacheKey, checksum: str, tune: PendingTune[Any], done: Done[Cfg] | None, *, replace_put: bool = False
+        self, key: CacheKey, checksum: str, tune: Shared[Any], done: Done[Cfg] | None, *, replace_put: bool = False
     ) -> None:
         """Replace a tune in flight by its answer, or by what was there before it.
 
@@ -287,18 +290,20 @@ class ConfigCache(Generic[Cfg]):
             entry = self._table.get(key, {}).get(checksum)
             if not isinstance(entry, Pending) or entry.tune is not tune:
                 return
+            if done is None and entry.previous is not None:
+                self._table[key][checksum] = entry.previous  # in its old place: it is no newer than it was
+                return
             if replace_put and done is not None:
                 self._forget(key, None)
-            answer = done or entry.previous
             self._forget(key, checksum)
-            if answer is not None:
-                self._write(key, checksum, answer)
+            if done is not None:
+                self._write(key, checksum, done)
 
-    def was_cleared(self, key: CacheKey, checksum: str) -> bool:
-        """Tell whether the user removed this entry and nothing has replaced it."""
-        return (key, checksum) in self._cleared
+    def was_cleared(self, key: CacheKey) -> bool:
+        """Tell whether the user removed a key and nothing has replaced it."""
+        return self._cleared.get(key) is not None
 
-    def pending(self) -> list[tuple[CacheKey, str, PendingTune[Any]]]:
+    def pending(self) -> list[tuple[CacheKey, str, Shared[Any]]]:
         """Return the tunes in flight."""
         with self._lock:
             return [
@@ -349,7 +354,7 @@ class ConfigCache(Generic[Cfg]):
         slots = self._table.setdefault(key, {})
         slots.pop(checksum, None)  # so that the newest is last
         slots[checksum] = done
-        self._cleared.discard((key, checksum))
+        self._cleared.forget(key)
         self.generation += 1
         if self.max_entries is not None:
             self._recency[(key, checksum)] = None
@@ -360,11 +365,14 @@ class ConfigCache(Generic[Cfg]):
     def _evict(self, key: CacheKey, checksum: Checksum) -> None:
         entry = self._table[key][checksum]
         if isinstance(entry, Pending):  # a retune is under way: its old answer goes, the tune stays
-            self._table[key][checksum] = replace(entry, previous=None)
-            self._recency.pop((key, checksum))
-            self.generation += 1
+            self._drop_previous(key, checksum, entry)
         else:
             self._forget(key, checksum)
+
+    def _drop_previous(self, key: CacheKey, checksum: Checksum, entry: Pending[Cfg]) -> None:
+        self._table[key][checksum] = replace(entry, previous=None)
+        self._recency.pop((key, checksum), None)
+        self.generation += 1
 
     def _forget(self, key: CacheKey, checksum: Checksum) -> None:
         slots = self._table.get(key, {})

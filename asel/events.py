@@ -19,6 +19,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import ObjectReceiveStream
 
+from asel.errors import InvalidRequestError
 from asel.loop import LoopHandle
 
 if TYPE_CHECKING:
@@ -203,7 +204,10 @@ class AutotuneFinish(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneFailed(Event):
-    """A tune ended without a winner; the key is not tuned again before `retry_at`."""
+    """A tune ended without a winner; the key is not tuned again before `retry_at`.
+
+    None there: the tune was broken off by a close or a cancellation, and may begin again at once.
+    """
 
     name: ClassVar[str] = "autotune_failed"
     severity: ClassVar[Severity] = "warning"
@@ -384,10 +388,12 @@ class EventStream(ObjectReceiveStream[Event]):
     """
 
     def __init__(self, buffer: int, on_close: Callable[[EventStream], None]) -> None:
+        if buffer < 1:
+            raise InvalidRequestError(f"events(buffer={buffer!r}): a stream holds at least one event")
         self._buffer: deque[Event] = deque(maxlen=buffer)
         self._on_close = on_close
         self._arrived = anyio.Event()
-        self._ended = False
+        self._ended = self._closed = self._receiving = False
         self.dropped = 0
 
     def emit(self, event: Event) -> None:
@@ -404,15 +410,24 @@ class EventStream(ObjectReceiveStream[Event]):
         self._arrived.set()
 
     async def receive(self) -> Event:
-        while not self._buffer:
-            if self._ended:
-                raise anyio.EndOfStream
-            self._arrived = anyio.Event()
-            await self._arrived.wait()
-        await anyio.lowlevel.checkpoint()
-        return self._buffer.popleft()
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if self._receiving:
+            raise anyio.BusyResourceError("receiving from")
+        self._receiving = True
+        try:
+            await anyio.lowlevel.checkpoint()
+            while not self._buffer:
+                if self._ended:
+                    raise anyio.EndOfStream
+                self._arrived = anyio.Event()
+                await self._arrived.wait()
+            return self._buffer.popleft()
+        finally:
+            self._receiving = False
 
     async def aclose(self) -> None:
+        self._closed = True
         self.end()
         self._on_close(self)
         await anyio.lowlevel.checkpoint()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Generic, Literal, NamedTuple
 
 from asel.buckets import Bucketing, powers_of_two
@@ -80,8 +81,8 @@ def _build_key(builder: Any, inv: Any) -> Any:
 class Resolved(Generic[Cfg]):
     """All that depends on a kernel and a signature alone, worked out once.
 
-    The last three slots are the fast lane: the answer that the memory tier gave, and the state of
-    the world it was given in.
+    `lane` is the fast lane: the state of the world in which the memory tier last answered, as the
+    cache's generation and the policy, and its answer. One tuple, because threads share it.
     """
 
     __slots__ = (
@@ -91,10 +92,9 @@ class Resolved(Generic[Cfg]):
         "heuristic",
         "incumbent",
         "kernel",
+        "kernel_raised",
         "key",
-        "lane_cfg",
-        "lane_generation",
-        "lane_policy",
+        "lane",
         "no_candidates",
         "no_heuristic",
         "outside",
@@ -113,17 +113,16 @@ class Resolved(Generic[Cfg]):
         self.traced = encoder.traced
         self.outside = encoder.outside
         self._checksums: dict[Objective, str] = {}
-        self.lane_cfg: Any = None
-        self.lane_generation = -1
-        self.lane_policy: Any = None
+        self.lane: tuple[int, Any, Any] | None = None
 
         context = "shard_map" if inv.method == "shard_map" else None
-        self.heuristic, self.no_heuristic = _ask_heuristic(inv, kernel, self.platform, context)
-        if self.heuristic is not None and has_default_candidates(kernel):
-            listed, self.no_candidates = [self.heuristic], ""
-        else:
-            listed, self.no_candidates = _ask_candidates(inv, kernel, self.platform, context)
-        self.candidates, self.incumbent = _with_incumbent(listed, self.heuristic)
+        ask = partial(_ask, kernel, inv=inv, platform=self.platform, context=context)
+        self.heuristic, self.no_heuristic, self.kernel_raised = ask("heuristic_cfg", what="heuristic")
+        listed, self.no_candidates = [self.heuristic], ""
+        if self.heuristic is None or not has_default_candidates(kernel):
+            listed, self.no_candidates, raised = ask("candidate_cfgs", what="candidates")
+            self.kernel_raised |= raised
+        self.candidates, self.incumbent = _with_incumbent(listed or [], self.heuristic)
 
     def checksum(self, objective: Objective) -> str:
         found = self._checksums.get(objective)
@@ -133,32 +132,21 @@ class Resolved(Generic[Cfg]):
         return found
 
 
-def _ask_heuristic(inv: Any, kernel: Any, platform: str, context: str | None) -> tuple[Any, str]:
-    """Return the kernel's own guess, or None and why there is none."""
-    method = variant(kernel, "heuristic_cfg", platform, context)
-    if method is None:
-        return None, "kernel has no heuristic"
+def _ask(kernel: Any, method: str, inv: Any, platform: str, context: str | None, what: str) -> tuple[Any, str, bool]:
+    """Return what the kernel's own method says; else None, why there is nothing, and whether it raised."""
+    asked = variant(kernel, method, platform, context)
+    if asked is None:
+        return None, f"kernel has no {what}", False
     try:
-        guess = method(inv)
+        if method == "candidate_cfgs":
+            listed = [cfg for cfg in asked(inv) if cfg is not None]
+            return listed, "" if listed else "candidate_cfgs returned no candidates", False
+        guess = asked(inv)
+        return guess, "" if guess is not None else f"{method} returned None", False
     except NotImplementedError:
-        return None, "kernel has no heuristic"
+        return None, f"kernel has no {what}", False
     except Exception as error:  # a kernel's failure makes its tier decline
-        return None, f"heuristic_cfg raised {type(error).__name__}: {error}"
-    return guess, "" if guess is not None else "heuristic_cfg returned None"
-
-
-def _ask_candidates(inv: Any, kernel: Any, platform: str, context: str | None) -> tuple[list[Any], str]:
-    """Return the kernel's candidates, or none and why."""
-    method = variant(kernel, "candidate_cfgs", platform, context)
-    if method is None:
-        return [], "kernel has no candidate_cfgs"
-    try:
-        listed = list(method(inv))
-    except NotImplementedError:
-        return [], "kernel has no candidates"
-    except Exception as error:  # a kernel's failure makes its tier decline
-        return [], f"candidate_cfgs raised {type(error).__name__}: {error}"
-    return listed, "" if listed else "candidate_cfgs returned no candidates"
+        return None, f"{method} raised {type(error).__name__}: {error}", True
 
 
 def _with_incumbent(listed: list[Cfg], heuristic: Cfg | None) -> tuple[tuple[Cfg, ...], int | None]:
@@ -198,7 +186,8 @@ class KeyMemo:
             found = self._resolved.get(token)
             if found is None:
                 found = Resolved(inv, kernel)
-                self._resolved.put(token, found)
+                if not found.kernel_raised:  # which may be a passing trouble
+                    self._resolved.put(token, found)
         except UnstableKeyError:
             call_key(inv, kernel)  # raises the same with the whole path of the argument
             raise

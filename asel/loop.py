@@ -22,6 +22,7 @@ class LoopHandle:
 
     def __init__(self) -> None:
         native: Any = current_token().native_token
+        self.native = native
         self._thread = threading.get_ident()
         self._post: Callable[..., object]
         self.now: Callable[[], float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Memo"]
@@ -32,6 +33,16 @@ class Memo(Generic[T]):
         if len(self.young) >= self._half:
             self._old, self.young = self.young, {}
         self.young[key] = value
+
+    def forget(self, key: Any) -> None:
+        self.young.pop(key, None)
+        self._old.pop(key, None)
+
+    def replace_all(self, change: Callable[[T], T]) -> None:
+        """Change every value that is remembered."""
+        for generation in (self.young, self._old):
+            for key in list(generation):
+                generation[key] = change(generation[key])
 
     def __len__(self) -> int:
         return len(self.young.keys() | self._old.keys())

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
+from anyio.lowlevel import current_token
 
-__all__ = ["Pending"]
+from asel.errors import InvalidRequestError
+
+__all__ = ["Shared"]
 
 T = TypeVar("T")
 
 
-class Pending(Generic[T]):
+def _running_loop() -> Any:
+    try:
+        return current_token().native_token
+    except anyio.NoEventLoopError:
+        return None
+
+
+class Shared(Generic[T]):
     """A result that is on its way.
 
     Ends exactly once: with a result, with an error, or abandoned by its last waiter.
@@ -29,6 +39,7 @@ class Pending(Generic[T]):
         self._result: T
         self._error: Exception | None = None
         self._changed = anyio.Event()
+        self._loop = _running_loop()
         # True iff some task is carrying the work at this moment.
         self._carried = False
 
@@ -57,6 +68,7 @@ class Pending(Generic[T]):
         Raises:
             Exception: what the work failed with, as a copy of the waiter's own.
         """
+        self._check_loop()
         self.waiters += 1
         try:
             while not self.ended:
@@ -71,6 +83,7 @@ class Pending(Generic[T]):
         `work` ends this object by `succeed` or `fail`. If its task is cancelled first, the next waiter
         calls `work` again and goes on from what was left; the last waiter to leave calls `abandon`.
         """
+        self._check_loop()
         self.waiters += 1
         try:
             while not self.ended:
@@ -90,6 +103,14 @@ class Pending(Generic[T]):
                 self.ended = True
                 abandon()
         return self._outcome()
+
+    def _check_loop(self) -> None:
+        # An event of another loop would be waited for in vain, or worse.
+        if self._loop is not None and _running_loop() is not self._loop:
+            raise InvalidRequestError(
+                "this key is being tuned in another event loop; a cache's tunes belong to one loop. "
+                "Give each loop a cache of its own, or ask from here with choose_nowait."
+            )
 
     def _hand_over(self) -> None:
         woken, self._changed = self._changed, anyio.Event()

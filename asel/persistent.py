@@ -54,7 +54,8 @@ class _GetPut(Generic[Cfg]):
 async def _call(method: Any, *args: Any) -> Any:
     if inspect.iscoroutinefunction(method):
         return await method(*args)
-    return await anyio.to_thread.run_sync(method, *args)
+    result = await anyio.to_thread.run_sync(method, *args)
+    return await result if inspect.isawaitable(result) else result
 
 
 def as_persistence(persistent: Any) -> Persistence[Any] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self
@@ -54,6 +54,8 @@ from asel.tuning import Tune, Tuning, inside_a_tune
 
 __all__ = ["ConfigSelectorChain"]
 
+_FROZEN = "the chain is frozen"
+
 
 class ConfigSelectorChain(Generic[Cfg, Out]):
     """Answers which config a call should run with.
@@ -84,21 +86,25 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self.persistent = persistent
         self.persist_autotune = persist_autotune
         self.forbid_reautotune = forbid_reautotune
-        self.close_grace_s = close_grace_s
-        self._policy = AutotunePolicy() if policy is None else policy
+        self.close_grace_s = _checked_seconds("close_grace_s", close_grace_s)
+        self._policy = _checked_policy(AutotunePolicy() if policy is None else policy)
         self._keys = KeyMemo()
         self._events = FanOut(default_sinks() if sinks is None else sinks, on_event)
         self._streams: list[EventStream] = []
         self._store = as_persistence(persistent)
-        self._reading = None if self._store is None else Reading(self.cache, self._store, self._events)
+        self._reading = None
+        if self._store is not None:
+            self._reading = Reading(self.cache, self._store, self._events, store_timeout_s)
         kept_in = self._store if persist_autotune else None
         self._tuning: Tuning[Cfg] = Tuning(self.cache, as_tuner(self.tuner), kept_in, self._events, store_timeout_s)
+        _checked_seconds("store_timeout_s", store_timeout_s)
         self._backlog = Backlog(self._catch_up)
         self._seen_outside: Memo[bool] = Memo(65_536)
         self._loop: LoopHandle | None = None
         self._tasks: TaskGroup | None = None
         self._closed = False
         self._frozen = False
+        self._cut_short = 0
 
     @property
     def policy(self) -> AutotunePolicy:
@@ -107,7 +113,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     @policy.setter
     def policy(self, policy: AutotunePolicy) -> None:
-        self._policy = policy
+        self._policy = _checked_policy(policy)
 
     # ---------------------------------------------------------------------------------------
     # Asking.
@@ -125,8 +131,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             SelectorClosedError: the chain closed before there was an answer.
         """
         known = self._keys.resolve(inv, kernel)
-        if self._lane_is_open(inv, known):
-            return known.lane_cfg  # type: ignore[no-any-return]
+        if (lane := self._lane(inv, known)) is not None:
+            return lane[2]  # type: ignore[no-any-return]
         return (await self._walk(self._call(inv, kernel, known))).cfg
 
     async def select(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Selection[Cfg]:
@@ -160,8 +166,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             NoConfigError: neither override, overlay, memory nor heuristics had an answer.
         """
         known = self._keys.resolve(inv, kernel)
-        if self._lane_is_open(inv, known):
-            return known.lane_cfg  # type: ignore[no-any-return]
+        if (lane := self._lane(inv, known)) is not None:
+            return lane[2]  # type: ignore[no-any-return]
         call = self._call(inv, kernel, known)
         return (
             self._override(call)
@@ -172,27 +178,28 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             or self._error(call)
         ).cfg
 
-    def _lane_is_open(self, inv: Any, known: Resolved[Any]) -> bool:
-        """Tell whether the memory tier's last answer to this signature still stands.
+    def _lane(self, inv: Any, known: Resolved[Any]) -> tuple[int, Any, Any] | None:
+        """Return the memory tier's last answer to this signature if it still stands.
 
         The fast lane past the walk: no scope is open that could answer before memory or change the
         checksum, and neither the cache nor the policy has changed since the answer was given.
         """
-        cache, events = self.cache, self._events
+        lane, cache, events = known.lane, self.cache, self._events
         if (
-            known.lane_generation != cache.generation
-            or known.lane_policy is not self._policy
+            lane is None
+            or lane[0] != cache.generation
+            or lane[1] is not self._policy
             or inv.override_cfg is not None
             or any_scope_here()
             or self._closed
         ):
-            return False
+            return None
         if cache.max_entries is not None:
             cache.touch(known.key, known.checksum(objective_of(self._policy)))
         if events.routes and events.wants(CacheHit):
-            now = self._events.now()
-            self._events(CacheHit(key=known.key, start=now, end=now, level="memory", cfg=known.lane_cfg))
-        return True
+            now = events.now()
+            events(CacheHit(key=known.key, start=now, end=now, level="memory", cfg=lane[2]))
+        return lane
 
     def _call(self, inv: Any, kernel: Any, known: Resolved[Any] | None = None) -> Call:
         known = known or self._keys.resolve(inv, kernel)
@@ -224,9 +231,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         found = self.cache.lookup(call.key, call.checksum)
         if isinstance(found, Hit):
             if not any_scope_here():
-                call.known.lane_cfg = found.cfg
-                call.known.lane_policy = call.policy
-                call.known.lane_generation = generation
+                call.known.lane = (generation, call.policy, found.cfg)
             self._emit(CacheHit, call, level="memory", cfg=found.cfg)
             return call.answer("memory", found.cfg, found.provenance.report)
         if isinstance(found, Miss):
@@ -241,13 +246,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if isinstance(self.cache.peek(call.key, call.checksum), Pending):
             return call.decline("persistent", "store missed, or a tune would not be pending")
         try:
-            stored = await self._reading.load(call.key, call.checksum)
+            with self._patience(call):
+                stored = await self._reading.load(call.key, call.checksum)
+                if stored is None:
+                    return call.decline("persistent", "store missed")
+                self._emit(CacheHit, call, level="persistent", cfg=stored.cfg)
+                return call.answer("persistent", stored.cfg, stored.report)
         except StoreError as error:
             return call.decline("persistent", f"store failed: {error}")
-        if stored is None:
-            return call.decline("persistent", "store missed")
-        self._emit(CacheHit, call, level="persistent", cfg=stored.cfg)
-        return call.answer("persistent", stored.cfg, stored.report)
+        return call.decline("persistent", f"no answer within wait_s={call.policy.wait_s:g}")
 
     async def _autotune(self, call: Call) -> Selection[Cfg] | None:
         if self._reading is not None:
@@ -259,27 +266,20 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             # Nothing is measured with tracers; and a tune that waits for a tune may wait for itself.
             return self._later(call)
         if (why := self._why_not_tune(call)) is not None:
-            return call.decline("autotune", self._if_frozen(call, why))
+            return call.decline("autotune", self._flag_if_late(call, why))
         policy, background = call.policy, call.policy.cache_miss_fallback == "background"
-        tune, begun = self._begin(call, background=background)
-        if background:
-            return call.decline("autotune", "tuning in the background")
-        if not begun and policy.on_pending == "heuristics":
-            return call.decline("autotune", 'a tune is pending, and on_pending="heuristics"')
         try:
-            done = await self._wait(call, tune, begun, policy.wait_s)
+            with self._patience(call):
+                done = await self._tune(call, background=background)
+                if done is not None:
+                    return call.answer("autotune", done.cfg, done.provenance.report)
+                why = "tuning in the background" if background else 'a tune is pending, and on_pending="heuristics"'
+                return call.decline("autotune", why)
         except TuningError as error:
             if not policy.allow_heuristics:
                 raise
             return call.decline("autotune", f"the tune failed: {error}")
-        except SelectorClosedError:
-            if self._closed:
-                raise
-            # The tune was another chain's, over the same cache. Its closing is not ours.
-            return await self._autotune(call)
-        if done is None:
-            return call.decline("autotune", f"no answer within wait_s={policy.wait_s:g}")
-        return call.answer("autotune", done.cfg, done.provenance.report)
+        return call.decline("autotune", f"no answer within wait_s={policy.wait_s:g}")
 
     def _heuristics(self, call: Call) -> Selection[Cfg] | None:
         if not call.policy.allow_heuristics:
@@ -297,29 +297,63 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     # Behind the autotune tier.
 
     def _why_not_tune(self, call: Call, *, on_purpose: bool = False) -> str | None:
-        """Say why the autotune tier declines, or None where it may tune."""
-        policy, known, address = call.policy, call.known, (call.key, call.checksum)
+        """Say why the autotune tier declines, or None where it may join a tune or begin one."""
+        policy = call.policy
         if not policy.allow_autotune:
             return "autotuning is off"
         if tuning_switched_off():
             return "ASEL_AUTOTUNE is off in the environment"
         if policy.cache_miss_fallback == "heuristics" and not on_purpose:
             return 'skipped, since cache_miss_fallback="heuristics"'
-        if self._frozen:
-            return "the chain is frozen"
-        if known.traced:
+        if call.known.traced:
             return "the arguments are being traced, and nothing is measured with tracers"
-        if known.no_candidates:
-            return known.no_candidates
-        if on_purpose:
+        if isinstance(self.cache.peek(call.key, call.checksum), Pending):
             return None
-        if policy.cache_miss_fallback == "background" and not self._tuning.owns_tunes:
-            return "background tuning needs the chain's `async with`"
-        if (failed := self._tuning.failure(*address)) is not None:
-            return f"the last tune failed ({failed[1]}) and is tried again in {failed[0]:.0f} s"
-        if self.forbid_reautotune and self.cache.was_cleared(*address) and self._tuning.has_tuned(*address):
-            return "tuned before and then removed; use retune to tune it again, or forbid_reautotune=False"
-        return None
+        return self._why_not_begin(call, on_purpose)
+
+    def _why_not_begin(self, call: Call, on_purpose: bool) -> str | None:
+        """Say why a tune that is not in flight must not begin."""
+        key, checksum = call.key, call.checksum
+        if call.known.no_candidates:
+            return call.known.no_candidates
+        if not on_purpose:
+            if call.policy.cache_miss_fallback == "background" and not self._tuning.owns_tunes:
+                return "background tuning needs the chain's `async with`"
+            if (failed := self._tuning.failure(key, checksum)) is not None:
+                return f"the last tune failed ({failed[1]}) and is tried again in {failed[0]:.0f} s"
+            if self.forbid_reautotune and self.cache.was_cleared(key) and self._tuning.has_tuned(key, checksum):
+                return "tuned before and then removed; use retune to tune it again, or forbid_reautotune=False"
+        return _FROZEN if self._frozen else None
+
+    def _flag_if_late(self, call: Call, why: str) -> str:
+        if why is _FROZEN:  # nothing else stood in the way
+            self._emit(LateTune, call)
+        return why
+
+    async def _tune(self, call: Call, *, background: bool = False, on_purpose: bool = False) -> Done[Cfg] | None:
+        """Return what a tune of this call's key found; None where the caller need not wait for it."""
+        while True:
+            tune, begun = self._begin(call, background=background, on_purpose=on_purpose)
+            if background or (not begun and not on_purpose and call.policy.on_pending == "heuristics"):
+                return None
+            if not begun:
+                self._emit(PendingJoin, call, tune_id=tune.id, waiters=tune.waiters + 1)
+            try:
+                return await self._tuning.wait(tune)
+            except SelectorClosedError:
+                if self._closed or self._tuning.is_ours(tune):
+                    raise
+                # It was another chain's, over the same cache. Its closing is not ours: begin anew.
+
+    @contextmanager
+    def _patience(self, call: Call) -> Iterator[None]:
+        """Wait inside the block no longer than the caller allows, over all that it waits for."""
+        if call.policy.wait_s is None:
+            yield
+            return
+        left = call.start + call.policy.wait_s - self._events.now()
+        with anyio.move_on_after(max(0.0, left)):
+            yield
 
     def _begin(self, call: Call, *, background: bool = False, on_purpose: bool = False) -> tuple[Tune[Cfg], bool]:
         make_job = partial(self._job, call)
@@ -346,16 +380,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             emit=self._events,
         )
 
-    async def _wait(self, call: Call, tune: Tune[Cfg], begun: bool, wait_s: float | None) -> Done[Cfg] | None:
-        """Return what the tune found, or None if that takes longer than `wait_s`."""
-        if not begun:
-            self._emit(PendingJoin, call, tune_id=tune.id, waiters=tune.waiters + 1)
-        if wait_s is None:
-            return await self._tuning.wait(tune)
-        with anyio.move_on_after(wait_s):
-            return await self._tuning.wait(tune)
-        return None
-
     def _later(self, call: Call) -> Selection[Cfg] | None:
         """Decline for the tiers that would have to wait, and have the loop catch up on them."""
         call.declined.setdefault("persistent", "not asked, since this call cannot wait")
@@ -369,12 +393,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _queue(self, call: Call) -> str:
         """Have the loop tune this key, and say so; or say why not."""
         if (why := self._why_not_tune(call)) is not None:
-            return self._if_frozen(call, why)
+            return self._flag_if_late(call, why)
         if isinstance(self.cache.peek(call.key, call.checksum), Pending):
             return "a tune is pending, and this call cannot wait"
-        if not self._tuning.owns_tunes or self._loop is None:
+        if not self._backlog.add(call):
             return "this call cannot wait, and background tuning needs the chain's `async with`"
-        self._backlog.add(call, self._loop)
         return "queued for the background, since this call cannot wait"
 
     async def _catch_up(self, call: Call) -> None:
@@ -384,6 +407,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 return
         except StoreError:
             pass  # told by an event already; the tune can do without
+        except SelectorClosedError:
+            return
         if isinstance(self.cache.peek(call.key, call.checksum), Miss) and self._why_not_tune(call) is None:
             self._begin(call, background=True)
 
@@ -422,9 +447,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return TierSays("autotune", None, why, answers=False)
         background = call.policy.cache_miss_fallback == "background"
         would = f"would tune {len(call.known.candidates)} candidates" + (" in the background" if background else "")
+        waits = not background and not inside_a_tune()
         if isinstance(found, Pending):
             would = f"tune {found.tune.id} is in flight"
-        return TierSays("autotune", None, would, answers=not background)
+            waits = waits and call.policy.on_pending == "wait"
+        return TierSays("autotune", None, would, answers=waits)
 
     async def retune(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Measure again, on purpose, and replace what is known; until then the old config answers.
@@ -442,15 +469,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if why is not None:
             call.decline("autotune", why)
             raise call.no_config()
-        tune, begun = self._begin(call, on_purpose=True)
-        done = await self._wait(call, tune, begun, None)
+        done = await self._tune(call, on_purpose=True)
         assert done is not None
         return done.cfg
 
     async def settled(self) -> None:
         """Return once every tune this chain has in flight or in its queue has ended."""
-        await self._backlog.settled()
-        await self._tuning.settled()
+        while not (self._backlog.is_empty and self._tuning.is_idle):
+            await self._backlog.until_empty()
+            await self._tuning.settled()
 
     def freeze(self) -> None:
         """Begin no tune from here on; a call that would have begun one emits `late_tune`."""
@@ -486,8 +513,29 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tuning.open(self._tasks)
-        self._tasks.start_soon(self._backlog.serve, self._tasks)
+        if self._reading is not None:
+            self._reading.open()
+        assert self._loop is not None
+        self._backlog.open(self._loop)
+        self._cut_short = 0
+        self._tasks.start_soon(self._serve_backlog, self._tasks)
         return self
+
+    async def _serve_backlog(self, tasks: TaskGroup) -> None:
+        try:
+            await self._backlog.serve(tasks)
+        finally:
+            # Cancelled, by `__aexit__` or from outside while the body is still shielded: either way the
+            # task group takes no more tunes.
+            self._stop()
+
+    def _stop(self) -> None:
+        """Refuse new calls, and end every wait with SelectorClosedError."""
+        self._closed = True
+        self._backlog.close()
+        if self._reading is not None:
+            self._reading.close()
+        self._cut_short += self._tuning.close(self.close_grace_s)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -495,9 +543,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         tasks, self._tasks = self._tasks, None
         assert tasks is not None
         start = self._events.now()
-        self._closed = True
-        self._backlog.drop()
-        cancelled = self._tuning.close()
+        self._stop()
         tasks.cancel_scope.cancel()
         try:
             # The body's error passes us by and comes out as itself. Only cancellation is the task
@@ -512,14 +558,17 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             raise
         finally:
             abandoned = self._tuning.still_busy()
-            closed = Closed(key=None, start=start, end=self._events.now(), cancelled=cancelled, abandoned=abandoned)
-            self._events(closed)
+            now = self._events.now()
+            self._events(Closed(key=None, start=start, end=now, cancelled=self._cut_short, abandoned=abandoned))
             for stream in list(self._streams):
                 stream.end()
 
     def _bind_loop(self) -> None:
-        self._loop = LoopHandle()
-        self._events.bind(self._loop)
+        loop = LoopHandle()
+        if self._loop is not None and self._loop.native is not loop.native:
+            self._tuning.shift_clock(loop.now() - self._loop.now())  # trio's clocks start anywhere
+        self._loop = loop
+        self._events.bind(loop)
 
     # ---------------------------------------------------------------------------------------
     # Telling.
@@ -527,11 +576,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _emit(self, kind: type[Event], call: Call, **facts: Any) -> None:
         if self._events.wants(kind):
             self._events(kind(key=call.key, start=call.start, end=self._events.now(), **facts))
-
-    def _if_frozen(self, call: Call, why: str) -> str:
-        if self._frozen:
-            self._emit(LateTune, call)
-        return why
 
     def _tell_outside(self, call: Call) -> None:
         """Tell once for each key that its shape lies outside the kernel's declared buckets."""
@@ -545,3 +589,15 @@ def _why_memory_declines(found: Lookup[Any]) -> str:
     if isinstance(found, Pending):
         return "a tune is pending"
     return "memory has it for other candidates" if isinstance(found, Miss) and found.stale else "memory missed"
+
+
+def _checked_policy(policy: Any) -> AutotunePolicy:
+    if not isinstance(policy, AutotunePolicy):
+        raise InvalidRequestError(f"policy={policy!r} is not an AutotunePolicy")
+    return policy
+
+
+def _checked_seconds(name: str, seconds: Any) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise InvalidRequestError(f"ConfigSelectorChain: {name}={seconds!r} must be seconds, zero or more")
+    return seconds

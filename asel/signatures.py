@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asel.buckets import Bucketing, OutOfRange
+from asel.buckets import Bucketing, Outside
 from asel.canonical import Canon, Canonicaliser, aval_form, canonical, dims, flatten_node
 from asel.errors import UnstableKeyError
 
@@ -87,17 +87,18 @@ class _Jax:
 
     def learn(self) -> None:
         import jax
-        import jax.numpy as jnp
 
-        with jax.ensure_compile_time_eval():  # the first call may come while JAX traces
-            self.array = type(jnp.zeros(()))
         # The settings are context managers that know their value; to ask jax.config costs three times as much.
         self.x64, self.matmul_precision = jax.enable_x64, jax.default_matmul_precision
         self.default_device = jax.default_device
-        # The property is Python around a private one in C++; where JAX no longer has that, the property will do.
-        private = getattr(self.array, "_sharding", None)
-        self.sharding_of = getattr(private, "fget", None) or operator.attrgetter("sharding")
         self.known = True
+
+    def learn_array(self, kind: type) -> None:
+        """Take note of the type that JAX's arrays have, from the first one that comes: to make one could block."""
+        self.array = kind
+        # The property is Python around a private one in C++; where JAX no longer has that, the property will do.
+        private = getattr(kind, "_sharding", None)
+        self.sharding_of = getattr(private, "fget", None) or operator.attrgetter("sharding")
 
 
 _jax = _Jax()
@@ -188,11 +189,14 @@ def _append(value: Any, tokens: list[Any]) -> bool:
 
 def _append_other(value: Any, tokens: list[Any]) -> bool:
     import jax
+    import jax.numpy as jnp
 
     if isinstance(value, jax.core.Tracer):
         tokens += (_Mark.TRACED, value.aval)
         return False
     if isinstance(value, jax.Array):
+        if _jax.array is None and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            _jax.learn_array(type(value))
         tokens += (value.aval, _shardings.learn(value.sharding))
         return True
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -266,7 +270,7 @@ class Encoder:
         self._bucketing = bucketing
         self.device: Any = None
         self.traced = False
-        self.outside: list[OutOfRange] = []
+        self.outside: list[Outside] = []
 
     def call(self, inv: Any) -> Canon:
         """Return the call's canonical form.

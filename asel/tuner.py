@@ -10,7 +10,7 @@ import math
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal
 
 import anyio
@@ -32,7 +32,7 @@ from asel.measure import How, Measure, Sampler, Trial, lower
 from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport
 from asel.signatures import whereabouts
 from asel.strategies import Board, Drop, Exhaustive, Race, Strategy
-from asel.threads import Busy
+from asel.threads import Busy, run_in_thread
 
 __all__ = ["TuneJob", "Tuner"]
 
@@ -153,7 +153,7 @@ class Tuner(Generic[Cfg]):
         Raises:
             TuningError: it could not be measured.
         """
-        job = _job_alone(lambda cfg: fn, args, kwargs, (None,))
+        job = await _job_alone(lambda cfg: fn, args, kwargs, (None,))
         try:
             report = await self.tune(job)
         except TuningError as error:
@@ -177,7 +177,8 @@ class Tuner(Generic[Cfg]):
             RuntimeError: there are no candidates.
             TuningError: none of them could be measured.
         """
-        return (await self.tune(_job_alone(make_fn, tuple(args), kwargs, tuple(candidates)))).winner
+        job: TuneJob[Cfg] = await _job_alone(make_fn, tuple(args), kwargs, tuple(candidates))
+        return (await self.tune(job)).winner
 
     async def tune(self, job: TuneJob[Cfg]) -> TuneReport[Cfg]:
         """Try every candidate the budget allows and report.
@@ -315,12 +316,15 @@ def _as_strategy(strategy: Any, iters: int, seed: int) -> Strategy:
     raise InvalidRequestError(f"Tuner: strategy={strategy!r} is neither 'race', 'exhaustive' nor an object with a plan")
 
 
-def _job_alone(make_fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], candidates: tuple[Any, ...]) -> Any:
+async def _job_alone(
+    make_fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], candidates: tuple[Any, ...]
+) -> TuneJob[Any]:
     """Return a job that belongs to no chain: on its arguments' device, with its caller's settings."""
+    settings = current_settings()
     device, _ = whereabouts(Invocation("", args, kwargs))
     if device is None:
-        device = default_device()
-    return TuneJob(candidates, make_fn, args, dict(kwargs), device=device, settings=current_settings())
+        device = settings.default_device or await run_in_thread("finding the device", default_device)
+    return TuneJob(candidates, make_fn, args, dict(kwargs), device=device, settings=settings)
 
 
 def _checked(seconds: float) -> float:
@@ -375,6 +379,8 @@ def _report(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
     outcomes = tuple(job.outcomes[i] for i in range(len(job.candidates)))
     if board is None or not comparable:
         raise _all_failed(job, outcomes)
+    # A report is kept for long; an exception would keep all that its traceback refers to.
+    outcomes = tuple(replace(o, error=None) if isinstance(o, Failed) else o for o in outcomes)
     board.candidates = comparable
     winner, leader = board.winner(), board.leader()
     incumbent = job.incumbent if job.incumbent in comparable else None

@@ -24,7 +24,7 @@ from asel.kernel import Cfg
 from asel.keys import CacheKey
 from asel.memo import Memo
 from asel.outcomes import Failed, Measured, Skipped, TuneReport
-from asel.pending import Pending
+from asel.pending import Shared
 from asel.persistent import Persistence
 from asel.policy import AutotunePolicy
 from asel.threads import Busy
@@ -39,13 +39,22 @@ inside_a_tune = _inside.get
 _REMEMBERED = 65_536
 
 
-class Tune(Pending[Done[Cfg]]):
+class Tune(Shared[Done[Cfg]]):
     """One tune in flight."""
 
     def __init__(
-        self, job: TuneJob[Cfg], policy: AutotunePolicy, started: float, *, owned: bool, on_purpose: bool
+        self,
+        job: TuneJob[Cfg],
+        policy: AutotunePolicy,
+        started: float,
+        chain: object,
+        *,
+        owned: bool,
+        on_purpose: bool,
     ) -> None:
         super().__init__(job.id)
+        self.chain = chain
+        self.saving: anyio.CancelScope | None = None
         self.job = job
         self.policy = policy
         self.owned = owned
@@ -98,12 +107,15 @@ class Tuning(Generic[Cfg]):
         """Return the tune in flight for a key, and whether it was begun just now."""
 
         def make() -> Tune[Cfg]:
-            return Tune(make_job(), policy, self._events.now(), owned=self.owns_tunes, on_purpose=on_purpose)
+            return Tune(make_job(), policy, self._events.now(), self, owned=self.owns_tunes, on_purpose=on_purpose)
 
         pending, begun = self._cache.begin(key, checksum, make)
         tune: Tune[Cfg] = pending  # type: ignore[assignment]
+        tune.on_purpose |= on_purpose
         if begun:
             self._running[tune] = None
+            if self._tasks is not None:
+                self._tasks.start_soon(self._run, tune, name=f"asel tune of {key.op_id}")
             self._events(
                 AutotuneStart(
                     key=key,
@@ -115,9 +127,10 @@ class Tuning(Generic[Cfg]):
                     background=background,
                 )
             )
-            if self._tasks is not None:
-                self._tasks.start_soon(self._run, tune, name=f"asel tune of {key.op_id}")
         return tune, begun
+
+    def is_ours(self, tune: Tune[Cfg]) -> bool:
+        return tune.chain is self
 
     def wait(self, tune: Tune[Cfg]) -> Awaitable[Done[Cfg]]:
         """Return what a tune found.
@@ -132,8 +145,12 @@ class Tuning(Generic[Cfg]):
 
     async def settled(self) -> None:
         """Return once no tune is in flight."""
-        while owned := [tune for tune in self._running if tune.owned]:
-            await owned[0].until_ended()
+        while not self.is_idle:
+            await next(tune for tune in self._running if tune.owned).until_ended()
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(tune.owned for tune in self._running)
 
     # How it goes.
 
@@ -162,9 +179,10 @@ class Tuning(Generic[Cfg]):
             return done
         start = self._events.now()
         # Shielded, because the result is paid for; bounded, because a store may hang.
-        with anyio.move_on_after(self._store_timeout_s, shield=True):
+        with anyio.move_on_after(self._store_timeout_s, shield=True) as tune.saving:
             try:
                 stored = await self._store.save(report, replace=tune.on_purpose)
+                kept = Done(stored.cfg, Match(), Provenance("autotune", report)) if stored.adopted else done
             except Exception as error:
                 self._events(StoreFailed.of(tune.job.key, "put", start, self._events.now(), error))
                 return done
@@ -178,7 +196,7 @@ class Tuning(Generic[Cfg]):
                     adopted=stored.adopted,
                 )
             )
-            return Done(stored.cfg, Match(), Provenance("autotune", report)) if stored.adopted else done
+            return kept
         late = TimeoutError(f"the store did not answer within {self._store_timeout_s:g} s")
         self._events(StoreFailed.of(tune.job.key, "put", start, self._events.now(), late))
         return done
@@ -186,6 +204,8 @@ class Tuning(Generic[Cfg]):
     # How it ends: each of these is one step, with no await in it.
 
     def _succeed(self, tune: Tune[Cfg], done: Done[Cfg]) -> None:
+        if tune.ended:  # the chain was closed while the result was being stored
+            return
         job = tune.job
         self._end(tune, done)
         self._tuned.put((job.key, job.checksum), True)
@@ -205,6 +225,8 @@ class Tuning(Generic[Cfg]):
         tune.succeed(done)
 
     def _fail(self, tune: Tune[Cfg], error: Exception) -> None:
+        if tune.ended:
+            return
         job = tune.job
         if not isinstance(error, TuningError):
             wrapped = TuningError(
@@ -252,13 +274,19 @@ class Tuning(Generic[Cfg]):
         self._cache.finish(job.key, job.checksum, tune, done, replace_put=tune.on_purpose)
         self._running.pop(tune, None)
 
-    def close(self) -> int:
+    def close(self, grace_s: float) -> int:
         """Wake every waiter with SelectorClosedError; return how many tunes that cut short."""
         self._tasks = None
         running = list(self._running)
         for tune in running:
+            if tune.saving is not None:
+                tune.saving.deadline = min(tune.saving.deadline, anyio.current_time() + grace_s)
             self._close(tune)
         return len(running)
+
+    def shift_clock(self, by_s: float) -> None:
+        """Carry what is remembered in moments over to a clock that is ahead by so many seconds."""
+        self._failures.replace_all(lambda failed: (failed[0] + by_s, failed[1]))
 
     def still_busy(self) -> tuple[str, ...]:
         """Name the steps whose threads have not come back."""

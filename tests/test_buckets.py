@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asel import InvalidRequestError, Invocation, Kernel, kernel
-from asel.buckets import Bucketing, OutOfRange, powers_of_two
+from asel.buckets import Bucketing, Outside, powers_of_two
 from asel.keys import KeyMemo, call_key
 
 
@@ -100,7 +100,7 @@ def test_sizes_are_alike_exactly_when_no_bound_lies_between_them(bounds, one, ot
 
     assert (one_dims == other_dims) == (bucket(one) == bucket(other))
     assert (one_out == []) == inside(one)
-    assert other_out == ([] if inside(other) else [OutOfRange("q.shape[0]", other, ordered[0], ordered[-1])])
+    assert other_out == ([] if inside(other) else [Outside("q.shape[0]", other, ordered[0], ordered[-1])])
 
 
 def test_a_size_in_a_bucket_differs_from_the_same_size_without_one():

@@ -11,7 +11,7 @@ import pytest
 from asel import ConfigCache, InvalidRequestError, overlay_cache
 from asel.cache import Done, Hit, Match, Miss, Pending, Provenance, Unchecked
 from asel.keys import CacheKey
-from asel.pending import Pending as Tune
+from asel.pending import Shared as Tune
 
 KEY = CacheKey("dev1", "op1", "key1")
 
@@ -186,7 +186,7 @@ def test_clearing_forgets_answers_and_spares_tunes():
     tune = begun(cache)
     cache.finish(KEY, "b", begun(cache, "b"), done(2))
     cache.clear()
-    assert cache.was_cleared(KEY, "b")
+    assert cache.was_cleared(KEY)
     assert cache.lookup(KEY, "a") == Pending(tune)
     cache.finish(KEY, "a", tune, done(1))
     assert cache.lookup(KEY, "a").cfg == 1
@@ -226,7 +226,7 @@ def test_the_least_recently_used_go_first():
     cache.lookup(("dev", "op", "a"), "any")
     cache.put("dev", "op", "d", "d")
     assert [key.call_key for key in cache.keys()] == ["a", "d"]
-    assert not cache.was_cleared(CacheKey("dev", "op", "c"), "any")
+    assert not cache.was_cleared(CacheKey("dev", "op", "c"))
 
 
 def test_a_bound_never_evicts_a_tune():
@@ -280,3 +280,43 @@ def test_many_threads_may_use_one_cache(bound):
         list(pool.map(hammer, range(8)))
     assert cache.pending() == []
     assert cache.size() <= (bound or 200)
+
+
+def test_what_a_store_had_does_not_replace_what_is_known():
+    """A read that took long brings old news."""
+    cache = ConfigCache()
+    cache.finish(KEY, "a", begun(cache), done(2))
+    assert cache.remember(KEY, "a", 1).cfg == 2
+    assert cache.lookup(KEY, "a").cfg == 2
+    assert cache.remember(KEY, "b", 1).cfg == 1
+
+
+def test_a_put_during_a_retune_makes_room_for_itself_only():
+    """The old answer gives up its place in the order of use, so no other key is evicted for it."""
+    cache = ConfigCache(max_entries=2)
+    cache.put("dev", "op", "other", "other")
+    cache.finish(KEY, "a", begun(cache), done(1))
+    begun(cache)
+    cache.put(*KEY, 9)
+    assert cache.get("dev", "op", "other") == "other"
+    assert cache.size() == 2
+
+
+def test_a_failed_retune_does_not_make_its_old_answer_new():
+    """`get` gives the newest: what was there before a retune is as old as it was."""
+    cache = ConfigCache()
+    for checksum, cfg in (("a", "old"), ("b", "new")):
+        cache.finish(KEY, checksum, begun(cache, checksum), done(cfg))
+    cache.finish(KEY, "a", begun(cache), None)
+    assert cache.get(*KEY) == "new"
+
+
+def test_what_was_cleared_is_remembered_for_a_bounded_number_of_keys():
+    """A cache that is filled and cleared for ever does not grow for ever."""
+    cache = ConfigCache(max_entries=10)
+    for n in range(70_000):
+        cache.put("dev", "op", str(n), n)
+        if n % 10 == 9:
+            cache.clear()
+    assert cache.was_cleared(CacheKey("dev", "op", "69999"))
+    assert len(cache._cleared) <= 65_536

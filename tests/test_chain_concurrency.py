@@ -403,3 +403,179 @@ async def test_the_chain_that_waits_for_a_closed_chains_tune_tunes_by_itself():
                 await anyio.wait_all_tasks_blocked()
     assert answers == [BEST]
     assert (one.tunes, two.tunes) == (1, 1)
+
+
+async def test_a_chain_cancelled_from_outside_refuses_instead_of_trying_again():
+    """While a shielded body drains, the chain's own tasks are gone: callers are told, once, and nothing spins."""
+    bench = Bench()
+    outcomes = []
+
+    async def ask():
+        with pytest.raises(SelectorClosedError):
+            await bench.chain.choose(call(), Toy())
+        outcomes.append("refused")
+
+    async with anyio.create_task_group() as callers:
+        with anyio.CancelScope() as outer:
+            async with bench.chain:
+                callers.start_soon(ask)
+                await anyio.wait_all_tasks_blocked()
+                try:
+                    outer.cancel()
+                    await anyio.sleep_forever()
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await anyio.sleep(1)
+                        callers.start_soon(ask)
+                        await anyio.sleep(1)
+    assert outcomes == ["refused", "refused"]
+    assert bench.tunes <= 2
+    assert bench.cache.pending() == []
+
+
+class HungStore:
+    """A store that never answers."""
+
+    async def load(self, key, checksum):
+        await anyio.sleep_forever()
+
+    async def save(self, report, *, replace):
+        await anyio.sleep_forever()
+
+
+async def test_closing_wakes_those_who_wait_for_the_store():
+    """Whatever a caller waits for, a close ends the wait."""
+    bench = Bench(persistent=HungStore(), store_timeout_s=1000.0)
+    errors = []
+
+    async def ask():
+        with pytest.raises(SelectorClosedError) as caught:
+            await bench.chain.choose(call(), Toy())
+        errors.append(caught.value)
+
+    async with anyio.create_task_group() as tasks, bench.chain:
+        tasks.start_soon(ask)
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        start = anyio.current_time()
+    assert len(errors) == 2
+    assert anyio.current_time() == start
+    assert bench.sink.names == ["closed"]
+
+
+async def test_closing_while_a_result_is_stored_takes_the_grace_and_ends_the_tune_once():
+    """A paid-for result gets close_grace_s to reach the store, and a tune has one end."""
+
+    class SlowToSave(HungStore):
+        async def load(self, key, checksum):
+            return None
+
+    bench = Bench(persistent=SlowToSave(), store_timeout_s=1000.0, close_grace_s=2.0)
+    async with anyio.create_task_group() as tasks:
+        async with bench.chain as chain:
+            with policy_override(chain, cache_miss_fallback="background"):
+                await chain.choose(call(), Toy())
+            await anyio.sleep(TUNE_S + 1)
+            start = anyio.current_time()
+        assert anyio.current_time() - start == pytest.approx(2.0)
+        tasks.cancel_scope.cancel()
+    ends = [name for name in bench.sink.names if name in ("autotune_failed", "autotune_finish")]
+    assert ends == ["autotune_failed"]
+
+
+async def test_settled_waits_for_what_was_queued_while_it_waited():
+    """A call queued during the last tune is seen to before `settled` returns."""
+
+    class SlowToLoad:
+        async def load(self, key, checksum):
+            await anyio.sleep(1)
+
+        async def save(self, report, *, replace):
+            raise OSError("read-only")
+
+    bench = Bench(persistent=SlowToLoad())
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+        chain.choose_nowait(call(8), Toy())
+
+        async def later():
+            await anyio.sleep(1 + TUNE_S / 2)
+            chain.choose_nowait(call(16), Toy())
+
+        tasks.start_soon(later)
+        await chain.settled()
+        assert (await chain.select(call(16), Toy())).tier == "memory"
+
+
+def test_a_chain_may_be_opened_again_on_another_backend():
+    """Nothing of one event loop is left behind for the next, and a failed key's pause goes on."""
+    bench = Bench(script={"run_errors": lambda cfg: ValueError("bad")}, allow={"retry_after_s": 1000.0})
+
+    async def main():
+        async with bench.chain as chain:
+            chain.choose_nowait(call(), Toy())
+            await chain.settled()
+            return (await chain.select(call(), Toy())).declined["autotune"]
+
+    for backend in ("asyncio", "trio", "trio", "asyncio"):
+        why = anyio.run(main, backend=backend)
+        seconds = int(why.rpartition(" in ")[2].removesuffix(" s"))
+        assert 900 < seconds <= 1000
+    assert bench.tunes == 1
+
+
+def test_a_tune_of_another_event_loop_is_not_waited_for(real_backend):
+    """A cache's tunes belong to one loop; asking for one from another is an error, not a hang."""
+    bench = Bench(costs=lambda cfg: 3600.0)
+    started, done = threading.Event(), threading.Event()
+
+    async def other():
+        with pytest.raises(InvalidRequestError, match="another event loop"):
+            await bench.chain.choose(call(), Toy())
+        assert bench.chain.choose_nowait(call(), Toy()) == GUESS
+
+    async def main():
+        async with bench.chain as chain:
+            with policy_override(chain, cache_miss_fallback="background"):
+                await chain.choose(call(), Toy())
+            started.set()
+            await anyio.to_thread.run_sync(done.wait)
+
+    thread = threading.Thread(target=lambda: anyio.run(main, backend=real_backend))
+    thread.start()
+    assert started.wait(10)
+    try:
+        anyio.run(other, backend=real_backend)
+    finally:
+        done.set()
+        thread.join(10)
+    assert not thread.is_alive()
+
+
+async def test_a_retune_that_joins_a_tune_replaces_what_a_user_put():
+    """Whoever asks on purpose gets what it asked for, also where a tune was under way already."""
+    bench = Bench()
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(chain.choose, call(), Toy())
+        await anyio.wait_all_tasks_blocked()
+        bench.cache.put(*bench.sink.events[0].key, Blocks(99))
+        assert await chain.retune(call(), Toy()) == BEST
+        assert await chain.choose(call(), Toy()) == BEST
+    assert bench.tunes == 1
+
+
+async def test_a_sink_that_interrupts_leaves_no_key_pending():
+    """A tune is under way before anyone is told of it."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(event):
+        if event.name == "autotune_start":
+            raise Interrupt
+
+    bench = Bench(on_event=interrupt)
+    async with bench.chain as chain:
+        with pytest.raises(Interrupt):
+            await chain.choose(call(), Toy())
+        await chain.settled()
+        assert (await chain.select(call(), Toy())).tier == "memory"

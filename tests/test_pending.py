@@ -6,14 +6,14 @@ import anyio
 import pytest
 
 from asel.errors import TuningError
-from asel.pending import Pending
+from asel.pending import Shared
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_every_waiter_gets_the_result():
     """Whoever waits, before or after the end, gets the same result."""
-    pending, results = Pending(), []
+    pending, results = Shared(), []
 
     async def wait():
         results.append(await pending.wait())
@@ -31,7 +31,7 @@ async def test_every_waiter_gets_the_result():
 
 async def test_every_waiter_raises_a_copy_of_its_own():
     """An error has one traceback, so each waiter gets its own error, caused by the one that happened."""
-    pending = Pending()
+    pending = Shared()
     original = TuningError("all failed", outcomes=(1, 2))
     pending.fail(original)
     raised = []
@@ -47,7 +47,7 @@ async def test_every_waiter_raises_a_copy_of_its_own():
 
 async def test_it_ends_once():
     """The first end counts; what comes later changes nothing."""
-    pending = Pending()
+    pending = Shared()
     pending.succeed(1)
     pending.fail(ValueError("late"))
     pending.succeed(2)
@@ -56,7 +56,7 @@ async def test_it_ends_once():
 
 async def test_the_next_waiter_carries_on_when_the_carrier_is_cancelled():
     """Work that nobody owns is done by one waiter at a time, and passes on until it is done."""
-    pending, carriers, results = Pending(), [], []
+    pending, carriers, results = Shared(), [], []
 
     async def wait(scope):
         async def work():
@@ -79,7 +79,7 @@ async def test_the_next_waiter_carries_on_when_the_carrier_is_cancelled():
 
 async def test_the_last_waiter_to_leave_abandons_the_work():
     """Work without an owner and without waiters has ended; its maker is told, once."""
-    pending, abandoned = Pending(), []
+    pending, abandoned = Shared(), []
     async with anyio.create_task_group() as tasks:
         for _ in range(2):
             tasks.start_soon(pending.carry, anyio.sleep_forever, lambda: abandoned.append(True))

@@ -672,3 +672,161 @@ async def test_a_raising_callback_never_breaks_a_selection(caplog):
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "sink on fire" in caplog.text
     assert bench.sink.names[-2:] == ["cache_hit", "closed"]
+
+
+async def test_wait_s_counts_the_store_too():
+    """A caller's patience is for all it waits for, the store and the tune together."""
+    store = DictStore()
+    store.load_s = 1000.0
+    bench = Bench(persistent=store, allow={"wait_s": 0.5}, store_timeout_s=5000.0)
+    async with bench.chain as chain:
+        start = anyio.current_time()
+        selection = await chain.select(call(), Toy())
+        assert anyio.current_time() - start == pytest.approx(0.5)
+    assert selection.tier == "heuristics"
+    assert selection.declined["persistent"] == "no answer within wait_s=0.5"
+
+
+async def test_a_store_that_does_not_answer_is_given_up():
+    """A read is bounded by store_timeout_s, and then the tune begins."""
+    store = DictStore()
+    store.load_s = 1000.0
+    bench = Bench(persistent=store, store_timeout_s=3.0)
+    async with bench.chain as chain:
+        start = anyio.current_time()
+        selection = await chain.select(call(), Toy())
+        assert anyio.current_time() - start == pytest.approx(3.0 + TUNE_S)
+    assert selection.tier == "autotune"
+    assert "within 3 s" in selection.declined["persistent"]
+    assert [event.operation for event in bench.sink.named("store_error")] == ["get"]
+
+
+async def test_a_slow_read_does_not_undo_a_retune():
+    """What was stored when the read began is older than what the process has learned since."""
+    store = DictStore()
+    async with Bench(persistent=store, costs=lambda cfg: 1 / (5 - cfg.m)).chain as chain:
+        assert await chain.choose(call(), Toy()) == Blocks(1)
+    store.load_s = 50.0
+    bench = Bench(persistent=store, store_timeout_s=100.0)
+    answers = []
+
+    async def ask(chain):
+        answers.append(await chain.choose(call(), Toy()))
+
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, chain)
+        await anyio.sleep(1)
+        assert await chain.retune(call(), Toy()) == BEST
+        await anyio.sleep(100)
+        assert await chain.choose(call(), Toy()) == BEST
+    assert answers == [BEST]
+
+
+async def test_a_tune_in_flight_is_joined_although_none_could_begin():
+    """Frozen, or in the pause after a failure: what is under way is still an answer."""
+    bench = Bench()
+    tiers = []
+
+    async def ask(chain):
+        tiers.append((await chain.select(call(), Toy())).tier)
+
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, chain)
+        await anyio.wait_all_tasks_blocked()
+        chain.freeze()
+        tasks.start_soon(ask, chain)
+    assert tiers == ["autotune", "autotune"]
+    assert bench.sink.named("late_tune") == []
+
+
+async def test_only_a_call_that_freezing_stopped_is_late():
+    """`late_tune` flags what would have been tuned; a call whose policy forbids tuning would not."""
+    bench = Bench(allow={"allow_autotune": False})
+    async with bench.chain as chain:
+        chain.freeze()
+        await chain.choose(call(), Toy())
+        chain.choose_nowait(call(), Toy())
+    assert bench.sink.named("late_tune") == []
+
+
+async def test_explain_knows_who_would_not_wait():
+    """on_pending="heuristics": with a tune in flight the heuristic answers, and explain says so."""
+    bench = Bench(allow={"on_pending": "heuristics"})
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(chain.choose, call(), Toy())
+        await anyio.wait_all_tasks_blocked()
+        assert (await chain.explain(call(), Toy())).answered_by == "heuristics"
+        assert (await chain.select(call(), Toy())).tier == "heuristics"
+
+
+async def test_clearing_what_a_user_put_over_a_tune_still_forbids_a_tune():
+    """The key was tuned, and the user removed it: by which road does not matter."""
+    bench = Bench()
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        bench.cache.put(*bench.cache.keys()[0], Blocks(9))
+        bench.cache.clear()
+        assert (await chain.select(call(), Toy())).tier == "heuristics"
+    assert bench.tunes == 1
+
+
+@pytest.mark.parametrize("answer", ["not a record", 7])
+async def test_a_store_that_answers_nonsense_has_failed(answer):
+    """Whatever a store returns, it costs its own tier and nothing else."""
+
+    class Nonsense:
+        async def load(self, key, checksum):
+            return answer
+
+        async def save(self, report, *, replace):
+            return None
+
+    bench = Bench(persistent=Nonsense())
+    async with bench.chain as chain:
+        assert (await chain.select(call(), Toy())).tier == "autotune"
+        assert chain.choose_nowait(call(16), Toy()) == GUESS
+        await chain.settled()
+    assert {event.operation for event in bench.sink.named("store_error")} == {"get", "put"}
+
+
+async def test_a_get_that_returns_an_awaitable_is_awaited():
+    """Not every awaitable method is a coroutine function."""
+
+    class Wrapped(GetPut):
+        def __init__(self):
+            super().__init__()
+            inner = super().get
+            self.get = lambda *key: inner(*key)
+
+    cache = Wrapped()
+    async with Bench(persistent=cache).chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+    async with Bench(persistent=cache).chain as chain:
+        assert (await chain.select(call(), Toy())).cfg == BEST
+
+
+async def test_a_passing_trouble_of_the_kernel_passes():
+    """A candidate_cfgs that raised once is asked again at the next call."""
+
+    class Moody(Toy):
+        asked = 0
+
+        def candidate_cfgs(self, inv):
+            Moody.asked += 1
+            if Moody.asked == 1:
+                raise ConnectionError("table server is down")
+            return super().candidate_cfgs(inv)
+
+    kernel = Moody()
+    async with Bench().chain as chain:
+        assert (await chain.select(call(), kernel)).tier == "heuristics"
+        assert (await chain.select(call(), kernel)).tier == "autotune"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"policy": {"allow_autotune": False}}, {"close_grace_s": -1}, {"store_timeout_s": "5"}]
+)
+async def test_a_chain_refuses_what_it_cannot_use(wrong):
+    """Arguments are checked where they enter, by name."""
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        Bench(**wrong)
