@@ -11,11 +11,11 @@ import anyio
 
 from asel.devices import environment
 from asel.errors import InvalidRequestError, TuningError
+from asel.jobs import TuneJob
 from asel.kernel import Cfg
 from asel.lanes import lane_for
 from asel.outcomes import TuneReport
 from asel.threads import run_in_thread
-from asel.tuner import TuneJob
 
 __all__ = ["Tunes", "as_tuner"]
 

@@ -299,6 +299,12 @@ class ConfigCache(Generic[Cfg]):
             if done is not None:
                 self._write(key, checksum, done)
 
+    def reports(self, key: CacheKey) -> list[TuneReport[Cfg]]:
+        """Return the reports of this key's tunes, oldest first, whatever their checksum."""
+        with self._lock:
+            answers = [_answering(entry) for entry in self._table.get(key, {}).values()]
+        return [done.provenance.report for done in answers if done is not None and done.provenance.report is not None]
+
     def was_cleared(self, key: CacheKey) -> bool:
         """Tell whether the user removed a key and nothing has replaced it."""
         return self._cleared.get(key) is not None

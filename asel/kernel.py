@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Cfg", "FunctionKernel", "Invocation", "Kernel", "Out", "bind", "kernel", "key_builder_of", "variant"]
+__all__ = [
+    "Cfg",
+    "FunctionKernel",
+    "Invocation",
+    "Kernel",
+    "Out",
+    "bind",
+    "groups_of",
+    "kernel",
+    "key_builder_of",
+    "variant",
+]
 
 Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
@@ -152,6 +163,19 @@ def variant(kernel: Any, method: str, platform: str, context: str | None) -> Cal
         if callable(found) and getattr(found, "__func__", None) is not getattr(Kernel, method, None):
             return found  # type: ignore[no-any-return]
     return None
+
+
+def groups_of(kernel: Any, inv: Any, candidates: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:
+    """Return each candidate's group and priority, where the kernel has a `candidate_priority(cfg, inv)`.
+
+    It returns a priority, or a group and a priority. Groups are tried from the highest down until one
+    has a success; what is negative is never tried.
+    """
+    rank = getattr(kernel, "candidate_priority", None)
+    if rank is None:
+        return None
+    ranked = (rank(cfg, inv) for cfg in candidates)
+    return tuple(rank if isinstance(rank, tuple) else (0 if rank >= 0 else -1, rank) for rank in ranked)
 
 
 def has_default_candidates(kernel: Any) -> bool:

@@ -10,7 +10,7 @@ from asel.buckets import Bucketing, powers_of_two
 from asel.canonical import Canon, canonical, digest
 from asel.devices import default_device, device_fingerprint, platform_of
 from asel.errors import InvalidRequestError, UnstableKeyError
-from asel.kernel import Cfg, has_default_candidates, key_builder_of, parameters_of, variant
+from asel.kernel import Cfg, groups_of, has_default_candidates, key_builder_of, parameters_of, variant
 from asel.memo import Memo
 from asel.signatures import Encoder, default_device_setting, refuse_if_endless, signature, whereabouts
 
@@ -39,8 +39,13 @@ class CacheKey(NamedTuple):
 
 def checksum(candidates: Iterable[Any], *, version: str, objective: Objective = "forward") -> str:
     """Return the digest of everything a tune chose among: ordered candidates, version, objective."""
-    forms = tuple(canonical(cfg, f"candidates[{i}]", see_attributes=True) for i, cfg in enumerate(candidates))
+    forms = tuple(config_form(cfg, f"candidates[{i}]") for i, cfg in enumerate(candidates))
     return digest(("checksum", forms, version, objective))
+
+
+def config_form(cfg: Any, path: str = "config") -> Canon:
+    """Return the canonical form of a config: equal configs have equal forms, hashable or not."""
+    return canonical(cfg, path, see_attributes=True)
 
 
 def call_key(inv: Any, kernel: Any = None) -> str:
@@ -89,6 +94,7 @@ class Resolved(Generic[Cfg]):
         "_checksums",
         "candidates",
         "device",
+        "groups",
         "heuristic",
         "incumbent",
         "kernel",
@@ -123,6 +129,7 @@ class Resolved(Generic[Cfg]):
             listed, self.no_candidates, raised = ask("candidate_cfgs", what="candidates")
             self.kernel_raised |= raised
         self.candidates, self.incumbent = _with_incumbent(listed or [], self.heuristic)
+        self.groups = groups_of(kernel, inv, self.candidates)
 
     def checksum(self, objective: Objective) -> str:
         found = self._checksums.get(objective)
@@ -153,10 +160,10 @@ def _with_incumbent(listed: list[Cfg], heuristic: Cfg | None) -> tuple[tuple[Cfg
     """Return the distinct candidates with the heuristic among them, and its position."""
     distinct: dict[Canon, Cfg] = {}
     for i, cfg in enumerate(listed):
-        distinct.setdefault(canonical(cfg, f"candidates[{i}]", see_attributes=True), cfg)
+        distinct.setdefault(config_form(cfg, f"candidates[{i}]"), cfg)
     if heuristic is None:
         return tuple(distinct.values()), None
-    form = canonical(heuristic, "heuristic_cfg(...)", see_attributes=True)
+    form = config_form(heuristic, "heuristic_cfg(...)")
     if listed:
         distinct.setdefault(form, heuristic)
     return tuple(distinct.values()), (list(distinct).index(form) if distinct else None)

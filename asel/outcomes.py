@@ -13,7 +13,7 @@ from asel.keys import CacheKey, Objective
 
 __all__ = ["Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport"]
 
-Stage = Literal["build", "compile", "measure"]
+Stage = Literal["build", "compile", "check", "measure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class Measured(Generic[Cfg]):
     """The candidate with the same program, whose samples these are."""
     eliminated: int | None = None
     """The round after which it was out of the race; None for a finalist."""
+    reused: bool = False
+    """Measured by an earlier tune of the same key; the incumbent's new timing puts it in today's terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,23 @@ class TuneReport(Generic[Cfg]):
         """The winner's own measurement."""
         return next((o for o in self.outcomes if isinstance(o, Measured) and o.cfg == self.winner), None)
 
+    def __str__(self) -> str:
+        """Return a table of the candidates, fastest first, with a bar for each time."""
+        measured = [o for o in self.outcomes if isinstance(o, Measured)]
+        longest = max((o.median_s for o in measured), default=0.0)
+        width = max((len(str(o.cfg)) for o in self.outcomes), default=0)
+        lines = [f"{self.key.op_id or 'tune'}: {self.winner} wins {_against(self)}, {self.seconds:.2f} s of tuning"]
+        for timed in sorted(measured, key=lambda o: o.median_s):
+            bar = "\u2588" * max(1, round(24 * timed.median_s / longest)) if longest else ""
+            marks = ", ".join(_marks(self, timed))
+            lines.append(f"  {timed.cfg!s:<{width}}  {_short(timed.median_s):>9}  {bar:<24}  {marks}".rstrip())
+        for outcome in self.outcomes:
+            if isinstance(outcome, Failed):
+                lines.append(f"  {outcome.cfg!s:<{width}}  {outcome.error_type} in {outcome.stage}: {outcome.message}")
+            elif isinstance(outcome, Skipped):
+                lines.append(f"  {outcome.cfg!s:<{width}}  skipped: {outcome.reason}")
+        return "\n".join(lines)
+
     def to_json(self, dump: Callable[[Cfg], Any] | None = None) -> str:
         """Return the report as JSON; `dump` turns a config into a JSON value."""
         shown = dump or _plain
@@ -104,6 +123,30 @@ class TuneReport(Generic[Cfg]):
         facts["incumbent"] = None if facts["incumbent"] is None else read(facts["incumbent"])
         facts["outcomes"] = tuple(_outcome_from_dict(o, read) for o in facts["outcomes"])
         return cls(**facts)
+
+
+def _against(report: TuneReport[Any]) -> str:
+    if report.incumbent is None:
+        return "without an incumbent"
+    if report.incumbent == report.winner:
+        return f"as the incumbent, ties within {report.noise:.1%}"
+    return f"by {report.margin:.1%} over {report.incumbent}, noise {report.noise:.1%}"
+
+
+def _marks(report: TuneReport[Any], outcome: Measured[Any]) -> list[str]:
+    marks = ["winner"] if outcome.cfg == report.winner else []
+    marks += ["incumbent"] if outcome.cfg == report.incumbent else []
+    marks += [f"out in round {outcome.eliminated}"] if outcome.eliminated is not None else []
+    marks += [f"same program as {outcome.alias_of}"] if outcome.alias_of is not None else []
+    marks += ["timed earlier"] if outcome.reused else []
+    return marks + ([f"timed {outcome.how}"] if outcome.how != report.objective else [])
+
+
+def _short(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
 
 
 def _plain(cfg: Any) -> Any:

@@ -12,11 +12,11 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asel.adapters import as_tuner
-from asel.answers import Explanation, Selection, TierSays
+from asel.answers import Explanation, Selection
 from asel.backlog import Backlog
-from asel.cache import ConfigCache, Done, Hit, Lookup, Miss, Pending, overlaid
+from asel.cache import ConfigCache, Done, Hit, Miss, Pending, overlaid
 from asel.calls import Call
-from asel.devices import current_settings
+from asel.devices import current_settings, environment
 from asel.errors import InvalidRequestError, SelectorClosedError, StoreError, TuningError
 from asel.events import (
     CacheHit,
@@ -34,10 +34,13 @@ from asel.events import (
     Sink,
     Stale,
 )
+from asel.explaining import explain, why_memory_declines
+from asel.jobs import TuneJob
 from asel.kernel import Cfg, Invocation, Kernel, Out, bind
-from asel.keys import CacheKey, KeyMemo, Resolved
+from asel.keys import CacheKey, KeyMemo, Resolved, config_form
 from asel.loop import LoopHandle
 from asel.memo import Memo
+from asel.outcomes import Measured
 from asel.persistent import as_persistence
 from asel.policy import (
     AutotunePolicy,
@@ -49,7 +52,7 @@ from asel.reading import Reading
 from asel.registry import record_invocation
 from asel.scopes import any_scope_here
 from asel.telemetry import default_sinks
-from asel.tuner import TuneJob, Tuner
+from asel.tuner import Tuner
 from asel.tuning import Tune, Tuning, inside_a_tune
 
 __all__ = ["ConfigSelectorChain"]
@@ -238,7 +241,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             for checksum, done in found.stale:
                 self._emit(Stale, call, cfg=done.cfg, checksum=checksum, expected=call.checksum)
         self._tell_outside(call)
-        return call.decline("memory", _why_memory_declines(found))
+        return call.decline("memory", why_memory_declines(found))
 
     async def _persistent(self, call: Call) -> Selection[Cfg] | None:
         if self._reading is None:
@@ -356,12 +359,21 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             yield
 
     def _begin(self, call: Call, *, background: bool = False, on_purpose: bool = False) -> tuple[Tune[Cfg], bool]:
-        make_job = partial(self._job, call)
+        make_job = partial(self._job, call, on_purpose)
         return self._tuning.begin(
             call.key, call.checksum, make_job, call.policy, background=background, on_purpose=on_purpose
         )
 
-    def _job(self, call: Call) -> TuneJob[Cfg]:
+    def _timings(self, call: Call) -> dict[int, Measured[Cfg]]:
+        """Return what is known of these candidates from tunes of the same key among others."""
+        current, found = environment(call.known.device), {}
+        for report in self.cache.reports(call.key):
+            if report.environment == current and report.objective == call.objective:
+                found.update({config_form(o.cfg): o for o in report.outcomes if isinstance(o, Measured)})
+        forms = map(config_form, call.known.candidates)
+        return {i: found[form] for i, form in enumerate(forms) if form in found}
+
+    def _job(self, call: Call, on_purpose: bool) -> TuneJob[Cfg]:
         known, inv, policy = call.known, call.inv, call.policy
         return TuneJob(
             candidates=known.candidates,
@@ -372,6 +384,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             checksum=call.checksum,
             objective=call.objective,
             incumbent=known.incumbent,
+            groups=known.groups,
+            known={} if on_purpose else self._timings(call),
             device=known.device,
             settings=call.settings or current_settings(),
             tune_budget_s=policy.tune_budget_s,
@@ -418,40 +432,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     async def explain(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Explanation[Cfg]:
         """Tell what every tier would say to this call, changing nothing and emitting nothing."""
         call = self._call(inv, kernel)
-        policy, known = call.policy, call.known
-        found = self.cache.peek(call.key, call.checksum)
-        guess, no_guess = (
-            (known.heuristic, known.no_heuristic) if policy.allow_heuristics else (None, "heuristics are off")
-        )
-        says = (
-            TierSays.of("override", inv.override_cfg, "the caller's own", "no override"),
-            TierSays.of("overlay", overlaid(call.key), "an active overlay has the key", "no overlay has the key"),
-            TierSays.of("memory", getattr(found, "cfg", None), "known", _why_memory_declines(found)),
-            await self._explain_persistent(call),
-            self._explain_autotune(call, found),
-            TierSays.of("heuristics", guess, "the kernel's guess", no_guess),
-        )
-        return Explanation(call.key, call.checksum, says)
-
-    async def _explain_persistent(self, call: Call) -> TierSays[Cfg]:
-        if self._store is None:
-            return TierSays("persistent", None, "there is no store", answers=False)
-        try:
-            stored = await self._store.load(call.key, call.checksum)
-        except Exception as error:  # a store's failure makes its tier decline
-            return TierSays("persistent", None, f"store failed: {type(error).__name__}: {error}", answers=False)
-        return TierSays.of("persistent", stored and stored.cfg, "stored", "store missed")
-
-    def _explain_autotune(self, call: Call, found: Lookup[Cfg]) -> TierSays[Cfg]:
-        if (why := self._why_not_tune(call)) is not None:
-            return TierSays("autotune", None, why, answers=False)
-        background = call.policy.cache_miss_fallback == "background"
-        would = f"would tune {len(call.known.candidates)} candidates" + (" in the background" if background else "")
-        waits = not background and not inside_a_tune()
-        if isinstance(found, Pending):
-            would = f"tune {found.tune.id} is in flight"
-            waits = waits and call.policy.on_pending == "wait"
-        return TierSays("autotune", None, would, answers=waits)
+        return await explain(call, self.cache, self._store, self._why_not_tune(call))
 
     async def retune(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Measure again, on purpose, and replace what is known; until then the old config answers.
@@ -583,12 +564,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             self._seen_outside.put(call.key, True)
             for dimension, size, low, high in call.known.outside:
                 self._emit(OutOfRange, call, dimension=dimension, size=size, low=low, high=high)
-
-
-def _why_memory_declines(found: Lookup[Any]) -> str:
-    if isinstance(found, Pending):
-        return "a tune is pending"
-    return "memory has it for other candidates" if isinstance(found, Miss) and found.stale else "memory missed"
 
 
 def _checked_policy(policy: Any) -> AutotunePolicy:

@@ -20,6 +20,7 @@ from asel.adapters import Tunes
 from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
 from asel.errors import SelectorClosedError, TuningError
 from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut, Persisted, StoreFailed
+from asel.jobs import TuneJob
 from asel.kernel import Cfg
 from asel.keys import CacheKey
 from asel.memo import Memo
@@ -28,7 +29,6 @@ from asel.pending import Shared
 from asel.persistent import Persistence
 from asel.policy import AutotunePolicy
 from asel.threads import Busy
-from asel.tuner import TuneJob
 
 __all__ = ["Tune", "Tuning", "inside_a_tune"]
 

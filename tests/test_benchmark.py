@@ -31,9 +31,9 @@ from asel import (
     kernel,
 )
 from asel.benchmark import JaxMeasure, abstract, concrete
+from asel.jobs import TuneJob
 from asel.keys import call_key
 from asel.measure import Trial
-from asel.tuner import TuneJob
 
 PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
 

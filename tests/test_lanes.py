@@ -9,10 +9,10 @@ import anyio
 import pytest
 
 from asel import Failed, Measured, Skipped, Tuner, TuningError, device_fingerprint
+from asel.jobs import TuneJob
 from asel.lanes import Lane, LaneStuck, compile_slots, lane_for
 from asel.testing import RecordingSink
 from asel.threads import run_in_thread
-from asel.tuner import TuneJob
 
 PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
 

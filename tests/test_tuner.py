@@ -28,10 +28,10 @@ from asel import (
 )
 from asel.adapters import as_tuner
 from asel.benchmark import JaxMeasure
+from asel.jobs import TuneJob
 from asel.keys import CacheKey, call_key
 from asel.measure import Trial
 from asel.testing import RecordingSink, ScriptedMeasure
-from asel.tuner import TuneJob
 
 
 @pytest.fixture(autouse=True)

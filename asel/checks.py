@@ -1,0 +1,54 @@
+"""Whether a candidate computes what the incumbent does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["OutputCheck", "OutputMismatch", "as_check"]
+
+Check = Callable[[Sequence[Any], Sequence[Any]], str | None]
+"""Takes the incumbent's outputs and a candidate's; returns what is wrong, or None."""
+
+
+class OutputMismatch(Exception):
+    """A candidate's outputs differ from the incumbent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCheck:
+    """Compares outputs as numpy.allclose does, and names the largest difference."""
+
+    rtol: float = 1e-3
+    atol: float = 1e-5
+
+    def __call__(self, expected: Sequence[Any], actual: Sequence[Any]) -> str | None:
+        if len(expected) != len(actual):
+            return f"{len(actual)} outputs in the place of {len(expected)}"
+        for number, (wanted, got) in enumerate(zip(expected, actual, strict=True)):
+            wide = np.complex128 if np.iscomplexobj(wanted) or np.iscomplexobj(got) else np.float64
+            if wanted.shape != got.shape:
+                return f"output {number} has shape {got.shape} in the place of {wanted.shape}"
+            difference = np.abs(wanted.astype(wide) - got.astype(wide))
+            if not np.allclose(got.astype(wide), wanted.astype(wide), self.rtol, self.atol, equal_nan=True):
+                return f"output {number} differs by up to {np.nanmax(difference):.3g}"
+        return None
+
+
+def as_check(check: Any) -> Check | None:
+    """Return a check from what a user gave: True for the default one, or a function that says yes or no."""
+    if check is None or check is False:
+        return None
+    if check is True:
+        return OutputCheck()
+
+    def checked(expected: Sequence[Any], actual: Sequence[Any]) -> str | None:
+        verdict = check(expected, actual)
+        if verdict is True or verdict is None:
+            return None
+        return verdict if isinstance(verdict, str) else f"{check!r} says they differ"
+
+    return checked

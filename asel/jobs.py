@@ -1,0 +1,275 @@
+"""One tune: what it tries, what it has found, and what it reports in the end."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
+
+import anyio
+
+from asel.checks import Check, OutputMismatch
+from asel.devices import Settings, environment
+from asel.errors import InvalidRequestError, TuningError
+from asel.events import CandidateFailed, CandidateMeasured, CandidateSkipped, Event
+from asel.kernel import Cfg
+from asel.keys import CacheKey, Objective
+from asel.measure import How, Sampler, Trial
+from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport
+from asel.strategies import Board
+from asel.threads import Busy
+
+__all__ = ["Runner", "TuneJob", "groups_of", "report_on", "sentence"]
+
+_NO_KEY = CacheKey("", "", "")
+_BEST_TO_WORST: tuple[How, ...] = ("forward+backward", "forward", "eager")
+
+
+@dataclass(slots=True)
+class TuneJob(Generic[Cfg]):
+    """One tune: what to try, its limits, and what it has found so far.
+
+    A tuner that is called again with the same job goes on from there.
+    """
+
+    candidates: tuple[Cfg, ...]
+    make_fn: Callable[[Cfg], Callable[..., Any]]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: CacheKey = _NO_KEY
+    checksum: str = ""
+    objective: Objective = "forward"
+    incumbent: int | None = None
+    groups: tuple[tuple[int, int], ...] | None = None
+    """Each candidate's group and priority in it; None: one group, in declared order."""
+    known: Mapping[int, Measured[Cfg]] = field(default_factory=dict)
+    """What an earlier tune in this environment measured of these candidates. Used where the incumbent is
+    among them: it is measured again, and tells how the old timings compare."""
+    device: Any = None
+    settings: Settings | None = None
+    tune_budget_s: float = 60.0
+    candidate_timeout_s: float = 30.0
+    grace_s: Callable[[], float] = lambda: 0.0
+    emit: Callable[[Event], None] = lambda event: None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+
+    outcomes: dict[int, Outcome[Cfg]] = field(default_factory=dict)
+    """What is settled: failures and skips as they happen, measurements at the end."""
+    runners: dict[int, Runner] = field(default_factory=dict)
+    """The candidates that are compiled and can be sampled."""
+    aliases: dict[int, int] = field(default_factory=dict)
+    """The candidates whose program is another's."""
+    board: Board | None = None
+    expected: list[Any] | None = None
+    """The outputs that every candidate's are compared with, where outputs are checked."""
+    spent_s: float = 0.0
+    """Compiling and measuring; waiting for one's turn is free."""
+    seconds: float = 0.0
+    report: TuneReport[Cfg] | None = None
+    left_behind: list[Busy] = field(default_factory=list)
+
+    def tell(self, kind: type[Event], index: int, start: float, **facts: Any) -> None:
+        """Emit an event about a candidate."""
+        now = anyio.current_time()
+        about = {"tune_id": self.id, "index": index, "cfg": self.candidates[index]}
+        self.emit(kind(key=self.key, start=start, end=now, **about, **facts))
+
+    def skip(self, index: int, reason: str) -> None:
+        self.tell(CandidateSkipped, index, anyio.current_time(), reason=reason)
+        self.outcomes[index] = Skipped(self.candidates[index], reason)
+
+    def fail(self, index: int, start: float, stage: Stage, error: Exception, left_behind: list[Busy]) -> None:
+        busy = any(thread.alive for thread in left_behind)
+        message = str(error)
+        if isinstance(error, TimeoutError) and not message:
+            message = f"took longer than {self.candidate_timeout_s:g} s" + (
+                "; its thread is still busy" if busy else ""
+            )
+        failed = Failed(self.candidates[index], stage, type(error).__name__, message, error)
+        facts = {"stage": stage, "error_type": failed.error_type, "message": message, "still_busy": busy}
+        self.tell(CandidateFailed, index, start, **facts)
+        self.outcomes[index] = failed
+
+    def compare(self, outputs: list[Any], check: Check) -> None:
+        """Take the first outputs for right, and hold all others against them.
+
+        Raises:
+            OutputMismatch: they differ.
+        """
+        if self.expected is None:
+            self.expected = outputs
+        elif (wrong := check(self.expected, outputs)) is not None:
+            raise OutputMismatch(wrong)
+
+    @property
+    def reused(self) -> list[int]:
+        """The candidates whose earlier timings stand in for new ones."""
+        if self.incumbent is None or self.incumbent not in self.known:
+            return []
+        return [index for index in self.known if index != self.incumbent]
+
+    @property
+    def is_broke(self) -> bool:
+        return self.spent_s >= self.tune_budget_s
+
+
+@dataclass(slots=True)
+class Runner:
+    """A compiled candidate."""
+
+    trial: Trial[Any]
+    sampler: Sampler
+    started: float
+    compile_s: float
+
+    @property
+    def how(self) -> How:
+        how: How = getattr(self.sampler, "how", None) or self.trial.objective
+        return how
+
+    async def outputs(self) -> list[Any]:
+        """Return what the candidate computes, on the host."""
+        outputs = getattr(self.sampler, "outputs", None)
+        if outputs is None:
+            raise InvalidRequestError(f"{type(self.sampler).__name__} has no outputs to check; pass check=None")
+        found: list[Any] = await outputs()
+        return found
+
+    def release(self) -> None:
+        """Let go of the executable; its timings are on the board."""
+        if (release := getattr(self.sampler, "release", None)) is not None:
+            release()
+
+
+def groups_of(job: TuneJob[Any]) -> list[list[int]]:
+    """Return the candidates' indices, group by group, highest first; the incumbent goes before all."""
+    ranks = job.groups or ((0, 0),) * len(job.candidates)
+    wanted = [i for i, (group, priority) in enumerate(ranks) if (group >= 0 and priority >= 0) or i == job.incumbent]
+    for index in range(len(job.candidates)):
+        if index not in wanted and index not in job.outcomes:
+            job.skip(index, "the kernel gives it a negative priority")
+    wanted = [i for i in wanted if i not in job.reused]
+    levels = sorted({ranks[i][0] for i in wanted if i != job.incumbent}, reverse=True) or [0]
+    groups = [[i for i in wanted if ranks[i][0] == level and i != job.incumbent] for level in levels]
+    groups = [sorted(group, key=lambda i: -ranks[i][1]) for group in groups]
+    if job.incumbent is not None:
+        groups[0].insert(0, job.incumbent)
+    return groups
+
+
+def sentence(failed: Failed[Any]) -> str:
+    return f"{failed.error_type} in the {failed.stage} stage: {failed.message}"
+
+
+def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
+    """Settle every candidate's outcome and name the winner."""
+    board = job.board
+    comparable = _comparable(job)
+    comparable += _reuse(job, comparable)
+    for index, runner in job.runners.items():
+        runner.release()
+        if index not in job.outcomes:
+            assert board is not None
+            samples = tuple(board.samples[index])
+            job.outcomes[index] = Measured(
+                job.candidates[index],
+                board.median(index),
+                samples,
+                runner.compile_s,
+                how=runner.how,
+                eliminated=board.dropped.get(index),
+            )
+            facts = {"median_s": board.median(index), "compile_s": runner.compile_s, "samples": len(samples)}
+            job.tell(CandidateMeasured, index, runner.started, **facts)
+    for index, first in job.aliases.items():
+        _settle_alias(job, index, first)
+    for index in range(len(job.candidates)):
+        if index not in job.outcomes:
+            job.skip(index, "a group of higher priority had a success")
+    outcomes = tuple(job.outcomes[i] for i in range(len(job.candidates)))
+    if board is None or not comparable:
+        raise _all_failed(job, outcomes)
+    # A report is kept for long; an exception would keep all that its traceback refers to.
+    outcomes = tuple(replace(o, error=None) if isinstance(o, Failed) else o for o in outcomes)
+    board.candidates = comparable
+    winner, leader = board.winner(), board.leader()
+    incumbent = job.incumbent if job.incumbent in comparable else None
+    return TuneReport(
+        key=job.key,
+        winner=job.candidates[winner],
+        outcomes=outcomes,
+        seconds=job.seconds,
+        environment=environment(job.device),
+        tune_id=job.id,
+        checksum=job.checksum,
+        objective=job.objective,
+        incumbent=None if job.incumbent is None else job.candidates[job.incumbent],
+        noise=board.noise(leader, winner),
+        margin=0.0 if incumbent is None else 1 - board.median(winner) / (board.median(incumbent) or 1.0),
+        tune_budget_s=job.tune_budget_s,
+        candidate_timeout_s=job.candidate_timeout_s,
+    )
+
+
+def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
+    """Put earlier timings on the board, in today's terms; return whose they are."""
+    board = job.board
+    if board is None or job.incumbent not in comparable:
+        return []
+    then, how = job.known.get(job.incumbent), job.runners[job.incumbent].how
+    if then is None or then.how != how or not then.median_s:
+        return []
+    ratio = board.median(job.incumbent) / then.median_s
+    reused = [i for i in job.reused if job.known[i].how == how]
+    for index in reused:
+        earlier = job.known[index]
+        board.samples[index] = [seconds * ratio for seconds in earlier.samples_s]
+        job.outcomes[index] = replace(
+            earlier,
+            cfg=job.candidates[index],
+            median_s=earlier.median_s * ratio,
+            samples_s=tuple(board.samples[index]),
+            compile_s=0.0,
+            alias_of=None,
+            reused=True,
+        )
+    return reused
+
+
+def _comparable(job: TuneJob[Any]) -> list[int]:
+    """Return the measured candidates that were timed in the best way any was: only they may win."""
+    measured = [] if job.board is None else [i for i in job.board.measured if i in job.runners]
+    ways = {job.runners[i].how for i in measured}
+    best = next((how for how in _BEST_TO_WORST if how in ways), None)
+    return [i for i in measured if job.runners[i].how == best]
+
+
+def _settle_alias(job: TuneJob[Cfg], index: int, first: int) -> None:
+    """Give a candidate the outcome of the one whose program it has."""
+    if index in job.outcomes:
+        return
+    cfg, original = job.candidates[index], job.outcomes.get(first)
+    if isinstance(original, Measured):
+        job.outcomes[index] = Measured(
+            cfg, original.median_s, original.samples_s, 0.0, how=original.how, alias_of=original.cfg
+        )
+    elif isinstance(original, Failed):
+        job.outcomes[index] = Failed(cfg, original.stage, original.error_type, original.message, original.error)
+    else:
+        job.skip(index, f"its program is that of {job.candidates[first]!r}, which was not measured")
+
+
+def _all_failed(job: TuneJob[Any], outcomes: Sequence[Outcome[Any]]) -> TuningError:
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    causes = [outcome.error for outcome in failed if outcome.error is not None]
+    first = f" The first: {sentence(failed[0])}." if failed else ""
+    op = job.key.op_id or "the function"
+    error = TuningError(
+        f"none of the {len(outcomes)} candidates of {op!r} could be measured: {len(failed)} failed, "
+        f"{len(outcomes) - len(failed)} were skipped.{first}",
+        key=job.key,
+        outcomes=outcomes,
+    )
+    error.__cause__ = ExceptionGroup("what the candidates raised", causes) if causes else None
+    return error

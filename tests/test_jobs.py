@@ -1,0 +1,256 @@
+"""Groups, aliases, checks, reused timings and reports: what a tune does beside timing."""
+
+from __future__ import annotations
+
+import anyio
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import BEST, GUESS, Bench, Blocks, Toy, call
+
+from asel import Failed, Invocation, Measured, Skipped, Tuner, TuneReport, kernel
+from asel.checks import OutputCheck
+from asel.measure import Lowered
+from asel.testing import ScriptedMeasure
+
+# ---------------------------------------------------------------------------------------------
+# Groups.
+
+
+class Grouped(Toy):
+    candidates = tuple(map(Blocks, range(1, 7)))
+    ranks = {1: (0, 0), 2: (2, 0), 3: (2, 1), 4: (1, 0), 5: (-1, 0), 6: (1, -1)}
+
+    def candidate_priority(self, cfg, inv):
+        return self.ranks[cfg.m]
+
+
+@pytest.mark.anyio
+async def test_higher_groups_go_first_and_a_success_ends_it():
+    """Only the highest group and the incumbent are tried; the rest are Skipped, and say why."""
+    bench = Bench(costs=lambda cfg: 1.0)
+    async with bench.chain as chain:
+        report = (await chain.select(call(), Grouped())).report
+    assert [cfg.m for cfg in bench.measure.compiled] == [1, 3, 2]  # the incumbent, then by priority
+    reasons = {o.cfg.m: o.reason for o in report.outcomes if isinstance(o, Skipped)}
+    assert reasons == {
+        4: "a group of higher priority had a success",
+        5: "the kernel gives it a negative priority",
+        6: "the kernel gives it a negative priority",
+    }
+
+
+@pytest.mark.anyio
+async def test_a_group_that_fails_gives_way_to_the_next():
+    """Where nothing of a group can be measured, the group below has its turn; the incumbent alone is no success."""
+    bench = Bench(
+        costs=lambda cfg: 1 / cfg.m, script={"compile_errors": lambda cfg: ValueError() if cfg.m in (2, 3) else None}
+    )
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Grouped()) == Blocks(4)
+    assert [cfg.m for cfg in bench.measure.compiled] == [1, 3, 2, 4]
+
+
+@pytest.mark.anyio
+async def test_a_priority_alone_orders_one_group():
+    """A plain number is a priority: all that is not negative is tried."""
+
+    class Ordered(Toy):
+        def candidate_priority(self, cfg, inv):
+            return cfg.m if cfg.m != 2 else -1
+
+    bench = Bench()
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Ordered()) == BEST
+    assert [cfg.m for cfg in bench.measure.compiled] == [1, 3]
+
+
+# ---------------------------------------------------------------------------------------------
+# Aliases.
+
+
+class Aliasing(ScriptedMeasure):
+    """A measure that lowers: configs of the same parity have the same program."""
+
+    async def lower(self, trial):
+        return Lowered(str(trial.cfg.m % 2), lambda: self.compile(trial))
+
+
+@pytest.mark.anyio
+async def test_equal_programs_are_compiled_and_timed_once():
+    """The alias gets the samples of the program it shares, and the report names it."""
+    measure = Aliasing(lambda cfg: 0.1 * cfg.m)
+    bench = Bench(tuner=Tuner(1, 1, measure=measure))
+    async with bench.chain as chain:
+        report = (await chain.select(call(), Toy())).report
+    assert [cfg.m for cfg in measure.compiled] == [1, 2]
+    first, _, alias = report.outcomes
+    assert alias == Measured(Blocks(3), first.median_s, first.samples_s, 0.0, alias_of=Blocks(1))
+    assert "same program as Blocks(m=1, n=1)" in str(report)
+
+
+def test_programs_of_one_text_are_one_program(real_backend):
+    """With JAX: two configs that lower to the same module are found out before they are compiled."""
+
+    @kernel(op_id="alias", configs=["a", "b", "c"], heuristic="a")
+    def add(x, *, cfg):
+        return x + (2.0 if cfg == "c" else 1.0)
+
+    async def main():
+        async with Bench(tuner=Tuner()).chain as chain:
+            return (await chain.select(Invocation("alias", (jnp.ones(8),), {}), add)).report
+
+    report = anyio.run(main, backend=real_backend)
+    assert [o.alias_of for o in report.outcomes] == [None, "a", None]
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks.
+
+
+@kernel(op_id="sum", configs=["right", "wrong", "shape", "raises"], heuristic="right")
+def total(x, *, cfg):
+    match cfg:
+        case "wrong":
+            return x.sum(keepdims=True)[:0].sum() + 3.5
+        case "shape":
+            return x.sum(keepdims=True)
+        case "raises":
+            raise ValueError("no")
+    return x.sum()
+
+
+def tune_total(backend, check):
+    async def main():
+        async with Bench(tuner=Tuner(check=check)).chain as chain:
+            return (await chain.select(Invocation("sum", (jnp.arange(8.0),), {}), total)).report
+
+    return anyio.run(main, backend=backend)
+
+
+def test_a_candidate_that_computes_something_else_cannot_win(real_backend):
+    """A wrong one is a Failed outcome with the largest difference (ejKernel's defect 13)."""
+    report = tune_total(real_backend, True)
+    assert report.winner == "right"
+    assert report.outcomes[1] == Failed("wrong", "check", "OutputMismatch", "output 0 differs by up to 24.5")
+    assert report.outcomes[2].message == "output 0 has shape (1,) in the place of ()"
+    assert report.outcomes[3].stage == "compile"
+
+
+@pytest.mark.parametrize(
+    ("check", "failed"),
+    [
+        (OutputCheck(rtol=10.0), {"shape"}),
+        (lambda expected, actual: True, set()),
+        (lambda expected, actual: np.allclose(expected[0], actual[0]), {"wrong"}),
+        (lambda expected, actual: "not today", {"wrong", "shape"}),
+        (None, set()),
+    ],
+)
+def test_the_check_is_the_users_own(real_backend, check, failed):
+    """Tolerances, or any function of both outputs that says yes, no, or what is wrong."""
+    outcomes = tune_total(real_backend, check).outcomes
+    assert {o.cfg for o in outcomes if isinstance(o, Failed) and o.stage == "check"} == failed
+
+
+# ---------------------------------------------------------------------------------------------
+# Reused timings.
+
+
+class Wider(Toy):
+    candidates = (*Toy.candidates, Blocks(4))
+
+
+@pytest.mark.anyio
+async def test_a_new_candidate_costs_its_own_measurement_and_the_incumbents():
+    """Adding one candidate reuses what the tune before it found of the others."""
+    bench = Bench(costs=lambda cfg: {1: 0.3, 2: 0.2, 3: 0.1, 4: 0.15}[cfg.m] * bench.slowness)
+    bench.slowness = 1.0
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        bench.slowness = 2.0  # a busier day: old timings must be read in today's terms
+        bench.measure.compiled.clear()
+        report = (await chain.select(call(), Wider())).report
+    assert [cfg.m for cfg in bench.measure.compiled] == [1, 4]
+    assert report.winner == BEST
+    assert [(o.median_s, o.reused) for o in report.outcomes] == [
+        (pytest.approx(0.6), False),
+        (pytest.approx(0.4), True),
+        (pytest.approx(0.2), True),
+        (pytest.approx(0.3), False),
+    ]
+
+
+@pytest.mark.anyio
+async def test_a_retune_measures_everything_again():
+    """On purpose means on purpose."""
+    bench = Bench()
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        bench.measure.compiled.clear()
+        await chain.retune(call(), Toy())
+    assert len(bench.measure.compiled) == 3
+
+
+@pytest.mark.anyio
+async def test_timings_of_another_environment_are_not_reused(monkeypatch):
+    """Another jaxlib may have changed what is fast."""
+    bench = Bench(costs=0.1)
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        bench.measure.compiled.clear()
+        monkeypatch.setattr("asel.selection.environment", lambda device: {"jax": "another"})
+        await chain.choose(call(), Wider())
+    assert len(bench.measure.compiled) == 4
+
+
+# ---------------------------------------------------------------------------------------------
+# The report.
+
+
+@pytest.mark.anyio
+async def test_a_report_prints_as_a_table_with_bars():
+    """Fastest first, a bar each, and who won by how much."""
+    bench = Bench(script={"compile_errors": {Blocks(2): ValueError("no tile")}})
+    async with bench.chain as chain:
+        report = (await chain.select(call(), Toy())).report
+    assert str(report).splitlines() == [
+        "toy@v1: Blocks(m=3, n=1) wins by 66.7% over Blocks(m=1, n=1), noise 2.0%, 0.80 s of tuning",
+        "  Blocks(m=3, n=1)     100 ms  ████████                  winner",
+        "  Blocks(m=1, n=1)     300 ms  ████████████████████████  incumbent",
+        "  Blocks(m=2, n=1)  ValueError in compile: no tile",
+    ]
+    assert report.margin == pytest.approx(2 / 3)
+
+
+@pytest.mark.anyio
+async def test_eliminations_and_aliases_survive_json():
+    """The whole report round-trips, with rounds, aliases and ways of timing."""
+    measure = Aliasing(lambda cfg: {1: 0.1, 2: 0.5}.get(cfg.m, 0.1))
+    bench = Bench(tuner=Tuner(measure=measure))
+    async with bench.chain as chain:
+        report = (await chain.select(call(), Wider())).report
+    assert TuneReport.from_json(report.to_json(), load=lambda value: Blocks(**value)) == report
+    assert report.winner == GUESS
+
+
+@pytest.mark.anyio
+async def test_candidates_timed_in_different_ways_are_not_ranked_as_equals():
+    """A fast time that leaves out the backward pass does not beat a slower one that has it."""
+
+    class Mixed(ScriptedMeasure):
+        async def compile(self, trial):
+            sampler = await super().compile(trial)
+
+            async def sample():
+                return await sampler()
+
+            sample.how = "forward" if trial.cfg.m == 3 else "forward+backward"
+            return sample
+
+    bench = Bench(tuner=Tuner(measure=Mixed({Blocks(1): 0.3, Blocks(2): 0.2, Blocks(3): 0.01})))
+    async with bench.chain as chain:
+        chain.policy = chain.policy.__class__(validate_backward=True)
+        report = (await chain.select(call(), Toy())).report
+    assert report.winner == Blocks(2)
+    assert [o.how for o in report.outcomes] == ["forward+backward", "forward+backward", "forward"]

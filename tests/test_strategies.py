@@ -1,0 +1,147 @@
+"""Which candidate is sampled next, and who wins: plans over a board, no device anywhere."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asel import InvalidRequestError, Tuner
+from asel.strategies import LEAST_NOISE, Board, Drop, Exhaustive, Race, Sample
+
+
+def play(strategy, draw, count, *, incumbent=None, warmup=1) -> Board:
+    """Run a plan against a source of timings; `draw(index)` is one sample."""
+    board = Board(list(range(count)), incumbent, warmup)
+    for step in strategy.plan(board):
+        if isinstance(step, Drop):
+            board.dropped[step.index] = step.round
+        else:
+            assert step.index not in board.dropped, "a candidate that is out is not sampled"
+            board.record(step.index, draw(step.index))
+    return board
+
+
+def noisy(truth, sigma, seed):
+    rng = random.Random(seed)
+    return lambda index: truth[index] * (1 + abs(rng.gauss(0, sigma)))
+
+
+def test_exhaustive_gives_everyone_the_same():
+    """Each candidate gets its warm-up and its samples, one after the other, the incumbent first."""
+    order = [step.index for step in _steps(Exhaustive(3), 3, incumbent=1)]
+    assert order == [1] * 4 + [0] * 4 + [2] * 4
+
+
+def _steps(strategy, count, **facts) -> list[Sample]:
+    board, steps = Board(list(range(count)), **facts), []
+    for step in strategy.plan(board):
+        steps.append(step)
+        board.record(step.index, 1.0)
+    return steps
+
+
+def test_a_race_samples_every_survivor_in_turn():
+    """Drift hits all alike: no candidate is two samples ahead of another that is still in."""
+    board = Board(list(range(4)))
+    for step in Race(iters=3).plan(board):
+        if isinstance(step, Sample):
+            board.record(step.index, 1.0)
+            counts = [len(board.samples.get(i, ())) for i in board.alive]
+            assert max(counts) - min(counts) <= 1
+
+
+def test_the_order_of_a_round_is_shuffled_by_the_seed():
+    """The same seed gives the same order, another seed another."""
+
+    def order(seed):
+        board = Board(list(range(8)), warmup=0)
+        return [step.index for step, _ in zip(_recording(Race(iters=3, seed=seed), board), range(16), strict=False)]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1)[:8] != order(1)[8:]
+
+
+def _recording(strategy, board):
+    for step in strategy.plan(board):
+        if isinstance(step, Sample):
+            board.record(step.index, 1.0)
+            yield step
+
+
+def test_clear_losers_drop_out_early_and_two_always_stay():
+    """Ten times slower is out after one sample; the runner-up stays to the end, however slow."""
+    board = play(Race(iters=3), lambda i: [1.0, 10.0, 11.0, 12.0][i], 4)
+    assert board.dropped == {2: 1, 3: 1}
+    assert len(board.samples[2]) == 1
+    assert len(board.samples[0]) == len(board.samples[1]) == 3
+
+
+def test_a_race_goes_on_until_the_order_is_settled():
+    """Calm timings end it after `iters` rounds; wild ones are sampled on, to the last round at most."""
+    calm = play(Race(iters=3, most_rounds=20), lambda i: [1.0, 1.1][i], 2)
+    assert len(calm.samples[0]) == 3
+    wild = play(Race(iters=3, most_rounds=20), noisy([1.0, 1.02], 0.5, 1), 2)
+    assert len(wild.samples[0]) > 10
+
+
+def test_a_race_takes_far_fewer_samples_than_trying_all():
+    """That is what it is for."""
+    truth = [1.0 + 0.3 * i for i in range(24)]
+    race = play(Race(iters=5), noisy(truth, 0.02, 1), 24)
+    samples = sum(map(len, race.samples.values()))
+    assert race.winner() == 0
+    assert samples < 24 * 5 / 2
+
+
+@pytest.mark.parametrize("incumbent", [0, 3])
+def test_the_incumbent_keeps_the_title_within_the_noise(incumbent):
+    """Near-equals: the incumbent wins them all, whoever was luckiest."""
+    truth = [1.0, 1.004, 0.996, 1.002]
+    for seed in range(20):
+        assert play(Race(iters=5), noisy(truth, 0.01, seed), 4, incumbent=incumbent).winner() == incumbent
+
+
+def test_near_equals_have_the_same_winner_nineteen_times_of_twenty():
+    """Without an incumbent ties go to the first declared, so a repeated tune gives the same answer."""
+    truth = [1.3, 1.0, 1.004, 0.997, 1.002, 1.5]
+    winners = Counter(play(Race(iters=5), noisy(truth, 0.01, seed), 6).winner() for seed in range(20))
+    assert winners.most_common(1)[0][1] >= 19
+
+
+@given(
+    truth=st.lists(st.floats(0.5, 5.0), min_size=1, max_size=12),
+    sigma=st.floats(0.0, 0.05),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_winner_is_never_far_from_the_best(truth, sigma, seed):
+    """Whatever the timings, what wins is within the noise it was measured with of what is best."""
+    board = play(Race(iters=5), noisy(truth, sigma, seed), len(truth))
+    winner = board.winner()
+    assert truth[winner] <= min(truth) * (1 + max(LEAST_NOISE, board.noise(winner)) + 5 * sigma) * 1.001
+
+
+def test_a_candidate_that_fails_is_out_of_every_plan():
+    """What was removed from the board is not asked for again."""
+    board, seen = Board([0, 1, 2]), []
+    for step in Race(iters=3).plan(board):
+        if isinstance(step, Sample):
+            seen.append(step.index)
+            if step.index == 1:
+                board.remove(1)
+            else:
+                board.record(step.index, 1.0)
+    assert seen.count(1) == 1
+    assert set(board.measured) == {0, 2}
+
+
+def test_a_strategy_is_named_or_made():
+    """A name, or any object with a plan; everything else is refused by name."""
+    assert Tuner(strategy=Race(iters=2)) is not None
+    with pytest.raises(InvalidRequestError, match="strategy='fastest'"):
+        Tuner(strategy="fastest")
