@@ -21,10 +21,10 @@ from asel.measure import How, Lowered, Sampler, Trial
 from asel.signatures import is_numeric
 from asel.threads import run_in_thread
 
-__all__ = ["JaxMeasure", "abstract", "concrete", "settings_held"]
+__all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete", "settings_held"]
 
 # A sample this long is far above the timer's noise and the cost of dispatching one run.
-_LEAST_SAMPLE_S = 200e-6
+LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
 # What JAX raises when a function needs the values of what it is traced with.
 _NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, NotImplementedError)
@@ -40,18 +40,18 @@ class JaxMeasure:
     """
 
     def __init__(
-        self, *, timer: Callable[[], float] = time.perf_counter, least_sample_s: float = _LEAST_SAMPLE_S
+        self, *, timer: Callable[[], float] = time.perf_counter, least_sample_s: float = LEAST_SAMPLE_S
     ) -> None:
         self._timer = timer
         self._least_sample_s = max(least_sample_s, 100 * time.get_clock_info("perf_counter").resolution)
 
     async def lower(self, trial: Trial[Any]) -> Lowered:
         step = _in_thread(trial)
-        program = await step(f"lowering {trial.cfg!r}", partial(_Program, trial))
+        program = await step(f"lowering {trial.cfg!r}", partial(Program, trial))
 
         async def compile() -> Sampler:
             await step(f"compiling {trial.cfg!r}", program.compile)
-            return _Timed(trial, program, self._timer, self._least_sample_s)
+            return _InThread(trial, Timing(program, self._timer, self._least_sample_s))
 
         return Lowered(program.fingerprint, compile)
 
@@ -63,7 +63,7 @@ def _in_thread(trial: Trial[Any]) -> Callable[..., Any]:
     return partial(run_in_thread, grace_s=trial.grace_s, left_behind=trial.left_behind)
 
 
-class _Program:
+class Program:
     """A candidate as a function of its arrays: lowered when made, runnable once compiled."""
 
     def __init__(self, trial: Trial[Any]) -> None:
@@ -122,36 +122,44 @@ class _Program:
         self._arrays = []
 
 
-class _Timed:
-    """A compiled candidate that can be sampled."""
+class Timing:
+    """Samples of a compiled program: short runs are repeated until a sample is well above the timer's noise."""
 
-    def __init__(self, trial: Trial[Any], program: _Program, timer: Callable[[], float], least_sample_s: float) -> None:
-        self.how: How = program.how
-        self._step = _in_thread(trial)
-        self._what = f"measuring {trial.cfg!r}"
-        self._program = program
+    def __init__(self, program: Program, timer: Callable[[], float], least_sample_s: float) -> None:
+        self.program = program
         self._timer = timer
         self._least_sample_s = least_sample_s
         self._runs = 0
 
-    async def __call__(self) -> float:
-        seconds: float = await self._step(self._what, self._sample)
-        return seconds
-
-    def _sample(self) -> float:
+    def sample(self) -> float:
+        """Return the seconds one run takes."""
         if self._runs == 0:
-            once = self._program.run(1, self._timer)
+            once = self.program.run(1, self._timer)
             self._runs = 1 if once <= 0 else min(_MOST_RUNS, max(1, math.ceil(self._least_sample_s / once)))
             if self._runs == 1:
                 return once
-        return self._program.run(self._runs, self._timer) / (1 if self.how == "eager" else self._runs)
+        return self.program.run(self._runs, self._timer) / (1 if self.program.how == "eager" else self._runs)
+
+
+class _InThread:
+    """A compiled candidate, sampled in threads of this process."""
+
+    def __init__(self, trial: Trial[Any], timing: Timing) -> None:
+        self.how: How = timing.program.how
+        self._step = _in_thread(trial)
+        self._what = f"measuring {trial.cfg!r}"
+        self._timing = timing
+
+    async def __call__(self) -> float:
+        seconds: float = await self._step(self._what, self._timing.sample)
+        return seconds
 
     async def outputs(self) -> list[Any]:
-        outputs: list[Any] = await self._step(f"checking {self._what}", self._program.outputs)
+        outputs: list[Any] = await self._step(f"checking, {self._what}", self._timing.program.outputs)
         return outputs
 
     def release(self) -> None:
-        self._program.release()
+        self._timing.program.release()
 
 
 def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tuple[How, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -111,6 +113,17 @@ class FunctionKernel(Kernel[Cfg, Out]):
     def __call__(self, *args: Any, **kwargs: Any) -> Out:
         return self.fn(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By name, as functions are: the function itself is no longer found under its own.
+        module, name = self.fn.__module__, self.fn.__qualname__
+        try:
+            found = _imported(module, name)
+        except (AttributeError, ImportError):
+            found = None
+        if found is not self:
+            raise pickle.PicklingError(f"kernel {self.op_id!r} is not found as {name!r} in module {module!r}")
+        return _imported, (module, name)
+
     def run(self, *args: Any, **kwargs: Any) -> Out:
         return self.fn(*args, **kwargs)
 
@@ -123,6 +136,10 @@ class FunctionKernel(Kernel[Cfg, Out]):
 
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
         return self._configs(inv) if callable(self._configs) else self._configs
+
+
+def _imported(module: str, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
 def kernel(

@@ -491,6 +491,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             raise InvalidRequestError("this chain is open already; share the object instead of entering it again")
         self._bind_loop()
         self._closed = False
+        if hasattr(self.tuner, "__aenter__"):
+            await self.tuner.__aenter__()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tuning.open(self._tasks)
@@ -538,6 +540,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 raise group.exceptions[0] from None
             raise
         finally:
+            if hasattr(self.tuner, "__aexit__"):
+                await self.tuner.__aexit__(None, None, None)
             abandoned = self._tuning.still_busy()
             now = self._events.now()
             self._events(Closed(key=None, start=start, end=now, cancelled=self._cut_short, abandoned=abandoned))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, Self
 
 import anyio
 
@@ -22,6 +22,7 @@ from asel.kernel import Cfg, Invocation
 from asel.lanes import LaneStuck, compile_slots, lane_for
 from asel.measure import Measure, Trial, lower
 from asel.outcomes import Failed, TuneReport
+from asel.processes import ProcessMeasure
 from asel.signatures import whereabouts
 from asel.strategies import Board, Drop, Exhaustive, Race, Strategy
 from asel.threads import run_in_thread
@@ -35,7 +36,9 @@ class Tuner(Generic[Cfg]):
     `iters` is the least number of samples a finalist gets, `warmup` those that are thrown away
     first. `strategy` is `"race"`, `"exhaustive"` or an object with a `plan` method. With `check`, a
     candidate whose outputs differ from the incumbent's cannot win: True, an `OutputCheck`, or a
-    function of both outputs.
+    function of both outputs. With `isolation="process"`, candidates run in worker processes that are
+    killed when one hangs or dies; they are kept while a chain that uses the tuner is open, or the
+    tuner itself is, with `async with`.
     """
 
     def __init__(
@@ -47,13 +50,30 @@ class Tuner(Generic[Cfg]):
         strategy: Literal["race", "exhaustive"] | Strategy = "race",
         seed: int = 0,
         check: bool | OutputCheck | Callable[..., Any] | None = None,
+        isolation: Literal["thread", "process"] = "thread",
     ) -> None:
+        if isolation not in ("thread", "process"):
+            raise InvalidRequestError(f"Tuner: isolation={isolation!r} is neither 'thread' nor 'process'")
         if warmup < 0 or iters < 1:
             raise InvalidRequestError(f"Tuner: warmup={warmup} must be 0 or more and iters={iters} 1 or more")
         self.warmup, self.iters = warmup, iters
-        self._measure = measure
+        self._measure: Measure | None = ProcessMeasure() if measure is None and isolation == "process" else measure
+        self._users = 0
         self._strategy: Strategy = _as_strategy(strategy, iters, seed)
         self._check = as_check(check)
+
+    async def __aenter__(self) -> Self:
+        self._users += 1
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._users -= 1
+        await self._end_workers()
+
+    async def _end_workers(self) -> None:
+        if self._users == 0 and (close := getattr(self._measure, "aclose", None)) is not None:
+            with anyio.CancelScope(shield=True):
+                await close()
 
     async def measure(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
         """Return the median seconds one call of `fn` takes, compiled.
@@ -108,6 +128,7 @@ class Tuner(Generic[Cfg]):
                     break  # a success ends it; the groups below are not tried
         finally:
             job.seconds += anyio.current_time() - start
+            await self._end_workers()
         job.report = report_on(job)
         return job.report
 
@@ -140,6 +161,7 @@ class Tuner(Generic[Cfg]):
             trial = Trial(cfg, fn, job.args, job.kwargs, job.device, job.objective, job.settings, job.grace_s)
             stage = "compile"
             async with compile_slots():
+                await _ready(self._get_measure())
                 begun = anyio.current_time()
                 try:
                     with anyio.fail_after(job.candidate_timeout_s):
@@ -170,6 +192,7 @@ class Tuner(Generic[Cfg]):
             runner = job.runners[index]
             try:
                 async with lane_for(job.device).held(runner.trial.left_behind):
+                    await _ready(runner.sampler)
                     with anyio.fail_after(job.candidate_timeout_s):
                         outputs = await runner.outputs()
                 job.compare(outputs, self._check)
@@ -212,6 +235,7 @@ class Tuner(Generic[Cfg]):
         runner = job.runners[index]
         try:
             async with lane_for(job.device).held(runner.trial.left_behind):
+                await _ready(runner.sampler)
                 start = anyio.current_time()
                 try:
                     with anyio.fail_after(job.candidate_timeout_s):
@@ -254,6 +278,12 @@ async def _job_alone(
     if device is None:
         device = settings.default_device or await run_in_thread("finding the device", default_device)
     return TuneJob(candidates, make_fn, args, dict(kwargs), device=device, settings=settings)
+
+
+async def _ready(measure_or_sampler: object) -> None:
+    """Let it do what is not to be timed: a process must be up before it is asked."""
+    if (ready := getattr(measure_or_sampler, "ready", None)) is not None:
+        await ready()
 
 
 def _checked(seconds: float) -> float:

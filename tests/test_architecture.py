@@ -39,6 +39,8 @@ ARROW = [
     "strategies",
     "checks",
     "jobs",
+    "processes",
+    "_worker",
     "tuner",
     "adapters",
     "tuning",

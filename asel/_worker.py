@@ -1,0 +1,85 @@
+"""The other end of `asel.processes`: compiles and times what it is sent, until its input ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+import time
+from typing import Any, BinaryIO
+
+_HEADER = struct.Struct("!Q")
+
+
+def main() -> None:
+    """Answer requests one by one. What a kernel prints goes to the error stream, not between our answers."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    requests = os.fdopen(0, "rb", buffering=0)
+    sys.path[:] = [*sys.argv[1:], *(path for path in sys.path if path not in sys.argv[1:])]
+    candidates: dict[int, Any] = {}
+    while (request := _read(requests)) is not None:
+        command, candidate, payload, forgotten = pickle.loads(request)
+        for old in forgotten:
+            candidates.pop(old, None)
+        try:
+            answer = ("ok", _answer(candidates, command, candidate, payload))
+        except Exception as error:  # a candidate's failure is an answer like any other
+            answer = ("error", (type(error).__name__, str(error)))
+        message = pickle.dumps(answer)
+        answers.write(_HEADER.pack(len(message)) + message)
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    header = _exactly(stream, _HEADER.size)
+    return None if header is None else _exactly(stream, _HEADER.unpack(header)[0])
+
+
+def _exactly(stream: BinaryIO, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        chunk = stream.read(count - len(data))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+def _answer(candidates: dict[int, Any], command: str, candidate: int, payload: bytes) -> Any:
+    from asel.benchmark import LEAST_SAMPLE_S, Program, Timing
+
+    if command == "hello":
+        return None
+    if command == "lower":
+        candidates[candidate] = Timing(Program(_unpacked(payload)), time.perf_counter, LEAST_SAMPLE_S)
+        program = candidates[candidate].program
+        return program.how, program.fingerprint
+    timing = candidates[candidate]
+    match command:
+        case "compile":
+            return timing.program.compile()
+        case "sample":
+            return timing.sample()
+        case "outputs":
+            return timing.program.outputs()
+    raise ValueError(f"unknown command {command!r}")
+
+
+def _unpacked(payload: bytes) -> Any:
+    import jax
+
+    from asel.measure import Trial
+
+    cfg, fn, args, kwargs, objective, settings, (platform, number) = pickle.loads(payload)
+    device = next((d for d in jax.devices(platform) if d.id == number), None) if platform else None
+    leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
+    from asel.signatures import is_numeric
+
+    placed = [jax.device_put(leaf, device) if is_numeric(leaf) else leaf for leaf in leaves]
+    args, kwargs = jax.tree_util.tree_unflatten(structure, placed)
+    return Trial(cfg, fn, args, kwargs, device, objective, settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Kernels that do to their process what a service must survive. Importable, so that a worker finds them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asel import Kernel, kernel
+
+
+def _spin(_):
+    while True:
+        pass
+
+
+def _leave(_):
+    os._exit(3)
+
+
+class Hostile(Kernel):
+    """What happens is the config: while it is traced, or while it runs."""
+
+    op_id = "hostile"
+    configs = ("slow", "fast")
+
+    def run(self, x, *, cfg):
+        match cfg:
+            case "exit":
+                os._exit(3)
+            case "segfault":
+                ctypes.string_at(0)
+            case "spin":
+                _spin(None)
+            case "raise":
+                raise ZeroDivisionError("on purpose")
+            case "exit while running":
+                return jax.pure_callback(_leave, x, x)
+            case "spin while running":
+                return jax.pure_callback(_spin, x, x)
+            case "print":
+                print("noise between the answers", flush=True)
+                sys.stdout.write("more")
+            case "fast":
+                return x + 1
+        return jax.lax.fori_loop(0, 3000, lambda i, y: jnp.sin(y), x) * 0 + x + 1
+
+    def heuristic_cfg(self, inv):
+        return "slow"
+
+    def candidate_cfgs(self, inv):
+        return self.configs
+
+
+@kernel(op_id="decorated", configs=[1, 2000], heuristic=2000)
+def decorated(x, *, cfg):
+    return jax.lax.fori_loop(0, cfg, lambda i, y: jnp.sin(y), x)
+
+
+@kernel(op_id="pytree", configs=["a"], heuristic="a")
+def of_tree(tree, *, scale, cfg):
+    assert scale == 2
+    assert tree["half"].dtype == jnp.bfloat16
+    return tree["x"] * scale + np.float32(1)

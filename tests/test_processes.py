@@ -1,0 +1,210 @@
+"""Candidates in worker processes: nothing they do reaches the service."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import jax.numpy as jnp
+import pytest
+from hostile import Hostile, decorated, of_tree
+from kernels import Bench
+
+from asel import Failed, InvalidRequestError, Invocation, Measured, Tuner, kernel
+
+pytestmark = pytest.mark.timeout(90)
+X = jnp.ones(256)
+
+
+def workers() -> list[int]:
+    """Return the worker processes this process has."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if b"asel._worker" in command and parent == str(os.getpid()):
+                found.append(int(entry.name))
+    return found
+
+
+def tune(backend, op, *args, timeout_s=20.0, tuner=None, **kwargs):
+    async def main():
+        tuner_ = tuner or Tuner(1, 2, isolation="process")
+        bench = Bench(tuner=tuner_, allow={"candidate_timeout_s": timeout_s, "allow_heuristics": False})
+        async with bench.chain as chain:
+            selection = await chain.select(Invocation(op.op_id, args, kwargs), op)
+            assert len(workers()) == 1
+        return selection.report
+
+    report = anyio.run(main, backend=backend)
+    assert workers() == []
+    return report
+
+
+def hostile(*configs: str) -> Hostile:
+    op = Hostile()
+    op.configs = ("slow", *configs, "fast")
+    return op
+
+
+def test_the_winner_is_the_same_as_in_threads(real_backend):
+    """Where the timing is done does not change who is fastest, nor what the report says."""
+    report = tune(real_backend, hostile(), X)
+    assert report.winner == "fast"
+    assert [type(o) for o in report.outcomes] == [Measured, Measured]
+    assert tune_in_thread(real_backend, hostile()).winner == "fast"
+
+
+def tune_in_thread(backend, op):
+    async def main():
+        async with Bench(tuner=Tuner(1, 2)).chain as chain:
+            return (await chain.select(Invocation("hostile", (X,), {}), op)).report
+
+    return anyio.run(main, backend=backend)
+
+
+def test_a_candidate_that_kills_its_process_costs_one_outcome(real_backend):
+    """os._exit and a segmentation fault end the worker; the others are timed in the next one."""
+    report = tune(real_backend, hostile("exit", "segfault", "raise", "exit while running", "print"), X)
+    assert report.winner == "fast"
+    slow, left, crashed, raised, left_running, printed, fast = report.outcomes
+    assert all(isinstance(o, Measured) for o in (slow, printed, fast))
+    assert (left.stage, left.error_type) == ("compile", "WorkerDied")
+    assert "exit code 3" in left.message
+    assert (crashed.stage, "exit code -11" in crashed.message) == ("compile", True)
+    assert raised == Failed("raise", "compile", "ZeroDivisionError", "on purpose")
+    assert (left_running.stage, left_running.error_type) == ("measure", "WorkerDied")
+
+
+@pytest.mark.parametrize("step", ["spin", "spin while running"])
+def test_a_candidate_that_spins_is_killed_on_time(real_backend, step):
+    """No thread is left behind, and the device is free: the rest are measured."""
+    report = tune(real_backend, hostile(step), X, timeout_s=3.0)
+    assert report.winner == "fast"
+    assert report.outcomes[1].error_type == "TimeoutError"
+    assert isinstance(report.outcomes[2], Measured)
+
+
+def test_closing_the_chain_ends_the_workers(real_backend):
+    """A tune that is cut short takes its process with it."""
+
+    async def main():
+        bench = Bench(tuner=Tuner(isolation="process"), allow={"cache_miss_fallback": "background"})
+        with anyio.fail_after(30):
+            async with bench.chain as chain:
+                await chain.choose(Invocation("hostile", (X,), {}), hostile("spin"))
+                async with chain.events() as stream:
+                    async for event in stream:
+                        if event.name == "candidate_start" and event.cfg == "spin":
+                            break
+                assert len(workers()) == 1
+        assert workers() == []
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_worker_ends_with_the_program():
+    """A program that is killed leaves no worker behind: its input ends, and so does it."""
+    code = (
+        "import anyio, os\n"
+        "from asel.processes import ProcessMeasure\n"
+        "async def main():\n"
+        "    measure = ProcessMeasure()\n"
+        "    await measure.ready()\n"
+        "    print(measure._workers[0]._process.pid, flush=True)\n"
+        "    os._exit(1)\n"
+        "anyio.run(main)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    worker = Path(f"/proc/{int(run.stdout)}")
+    for _ in range(200):
+        if not worker.exists() or "Z" in (worker / "stat").read_text().rpartition(")")[2]:
+            return
+        subprocess.run(["sleep", "0.05"], check=True)
+    pytest.fail("the worker outlived its program")
+
+
+def test_decorated_kernels_and_pytrees_travel(real_backend):
+    """A `@kernel` is found by its name, and arguments arrive as they were."""
+    assert tune(real_backend, decorated, X).winner == 1
+    tree = {"x": X, "half": jnp.ones(3, jnp.bfloat16)}
+    assert tune(real_backend, of_tree, tree, scale=2).winner == "a"
+
+
+class Local(Hostile):
+    """Its config is of a class that no other process can import."""
+
+    def candidate_cfgs(self, inv):
+        class Config:
+            pass
+
+        return [Config()]
+
+
+def refused(what):
+    if what == "local config":
+        return Local()
+    if what == "lambda":
+        return kernel(op_id="lambda", configs=[1, 2], heuristic=1)(lambda x, *, cfg: x)
+
+    @kernel(op_id="closure", configs=[1, 2], heuristic=1)
+    def closure(x, *, cfg):
+        return x * len(what)
+
+    return closure
+
+
+@pytest.mark.parametrize("what", ["closure", "lambda", "local config"])
+def test_what_cannot_be_imported_says_so(real_backend, what):
+    """A closure, a lambda or a local class gets a clear error that names the way out."""
+    errors = []
+
+    async def main():
+        bench = Bench(tuner=Tuner(isolation="process"), on_event=errors.append)
+        async with bench.chain as chain:
+            await chain.select(Invocation(what, (X,), {}), refused(what))
+
+    anyio.run(main, backend=real_backend)
+    failed = [event for event in errors if event.name == "candidate_failed"]
+    assert failed
+    assert {event.error_type for event in failed} == {"InvalidRequestError"}
+    assert "top level of a module" in failed[0].message
+
+
+def test_a_tpu_is_not_shared(real_backend):
+    """One process owns a TPU, so isolation there is refused before anything is started."""
+    from asel.measure import Trial
+    from asel.processes import _packed
+    from asel.testing import FakeDevice
+
+    with pytest.raises(InvalidRequestError, match="one process owns a TPU"):
+        _packed(Trial("cfg", max, (), {}, device=FakeDevice("TPU v5e", platform="tpu")))
+
+
+def test_a_tuner_alone_leaves_no_worker(real_backend):
+    """`autotune` without a chain ends what it started; `async with` keeps it for the next."""
+
+    async def main():
+        tuner = Tuner(1, 2, isolation="process")
+        assert await tuner.autotune(lambda cfg: functools.partial(Hostile().run, cfg=cfg), (X,), {}, ["slow", "fast"])
+        assert workers() == []
+        async with tuner:
+            await tuner.measure(functools.partial(Hostile().run, cfg="fast"), X)
+            assert len(workers()) == 1
+        assert workers() == []
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_isolation_is_one_of_two():
+    """A third kind is refused by name."""
+    with pytest.raises(InvalidRequestError, match="isolation='docker'"):
+        Tuner(isolation="docker")
