@@ -7,7 +7,9 @@ candidate that hangs must do neither.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
@@ -58,11 +60,36 @@ class _Step(Generic[T]):
             self.result = self.work()
         except BaseException as error:
             self.error = error
+        del self.work  # with all it holds of the device, before anyone hears that the step is over
         # Under the lock, so that a callback is either seen here or refused by `when_done`.
         with self.lock:
             self.over = True
         for callback in self.callbacks:
             self.loop.post(callback)
+
+
+_live: set[threading.Thread] = set()
+
+
+def _start(step: _Step[Any]) -> None:
+    def body() -> None:
+        try:
+            step.run()
+        finally:
+            _live.discard(thread)
+
+    thread = threading.Thread(target=copy_context().run, args=(body,), name=f"asel: {step.what}", daemon=True)
+    _live.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _let_threads_finish() -> None:
+    # A thread that is inside JAX while the interpreter comes down may crash it. One that is about to
+    # finish gets a moment; one that hangs does not keep the program.
+    deadline = time.monotonic() + 0.5
+    for thread in list(_live):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 async def run_in_thread(
@@ -79,7 +106,7 @@ async def run_in_thread(
     """
     loop, done = LoopHandle(), anyio.Event()
     step = _Step(what, work, loop, done)
-    threading.Thread(target=copy_context().run, args=(step.run,), name=f"asel: {what}", daemon=True).start()
+    _start(step)
     try:
         await done.wait()
     finally:
