@@ -3,6 +3,7 @@
 from asel.answers import Explanation, Selection
 from asel.buckets import powers_of_two
 from asel.cache import ConfigCache, overlay_cache
+from asel.checks import OutputCheck
 from asel.devices import device_fingerprint
 from asel.errors import (
     AselError,
@@ -40,6 +41,7 @@ __all__ = [
     "Measured",
     "NoConfigError",
     "OpenTelemetrySink",
+    "OutputCheck",
     "Selection",
     "SelectorClosedError",
     "Sink",
