@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
@@ -100,10 +101,7 @@ class Program:
         with settings_held(self._trial.settings):
             arrays = self._arrays
             if self.how == "eager":
-                # A kernel's own jit may donate its inputs; what is timed must be there for the next sample.
-                arrays = [jnp.copy(array) for array in arrays]
-                jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
-                times = 1
+                arrays, times = _copies(arrays), 1
             start = timer()
             for _ in range(times):
                 jax.block_until_ready(executable(*arrays))  # type: ignore[no-untyped-call]
@@ -112,9 +110,12 @@ class Program:
     def outputs(self) -> list[Any]:
         """Return what a forward run returns, on the host."""
         with settings_held(self._trial.settings):
-            outputs = self._forward(*self._arrays) if self.how == "eager" else jax.jit(self._forward)(*self._arrays)
-            if self._executable is not None and self.how == "forward":
+            if self.how == "eager":
+                outputs = self._forward(*_copies(self._arrays))
+            elif self.how == "forward" and self._executable is not None:
                 outputs = self._executable(*self._arrays)
+            else:
+                outputs = jax.jit(self._forward)(*self._arrays)
             return [np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(outputs)]
 
     def release(self) -> None:
@@ -135,10 +136,23 @@ class Timing:
         """Return the seconds one run takes."""
         if self._runs == 0:
             once = self.program.run(1, self._timer)
-            self._runs = 1 if once <= 0 else min(_MOST_RUNS, max(1, math.ceil(self._least_sample_s / once)))
+            least_s = max(self._least_sample_s, 10 * dispatch_overhead_s()) if once < self._least_sample_s else 0.0
+            self._runs = 1 if once <= 0 else min(_MOST_RUNS, max(1, math.ceil(least_s / once)))
             if self._runs == 1:
                 return once
         return self.program.run(self._runs, self._timer) / (1 if self.program.how == "eager" else self._runs)
+
+
+@functools.cache
+def dispatch_overhead_s() -> float:
+    """Return what it costs to run a compiled program that does nothing, and to wait for it."""
+    nothing = jax.jit(lambda x: x).lower(jnp.zeros(())).compile()
+    zero, taken = jnp.zeros(()), []
+    for _ in range(20):
+        start = time.perf_counter()
+        jax.block_until_ready(nothing(zero))  # type: ignore[no-untyped-call]
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 2]
 
 
 class _InThread:
@@ -162,6 +176,11 @@ class _InThread:
         self._timing.program.release()
 
 
+def _copies(arrays: list[Any]) -> list[Any]:
+    """Return copies to run un-jitted with: a kernel's own jit may donate its inputs, and they are the caller's."""
+    return jax.block_until_ready([jnp.copy(array) for array in arrays])  # type: ignore[no-untyped-call, no-any-return]
+
+
 def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tuple[How, Any]:
     """Return the best that can be timed of a function, lowered; nothing is lowered where it runs as it is."""
     if objective == "forward+backward" and (backward := _with_backward(forward, arrays)) is not None:
@@ -172,7 +191,7 @@ def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tu
     try:
         return "forward", jax.jit(forward).lower(*arrays)
     except _NEEDS_VALUES:
-        jax.block_until_ready(forward(*arrays))  # type: ignore[no-untyped-call]
+        jax.block_until_ready(forward(*_copies(arrays)))  # type: ignore[no-untyped-call]
         return "eager", None
 
 

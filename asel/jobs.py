@@ -43,6 +43,8 @@ class TuneJob(Generic[Cfg]):
     incumbent: int | None = None
     groups: tuple[tuple[int, int], ...] | None = None
     """Each candidate's group and priority in it; None: one group, in declared order."""
+    example: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None
+    """Makes the arguments to measure with, where all that is known of them are shapes."""
     known: Mapping[int, Measured[Cfg]] = field(default_factory=dict)
     """What an earlier tune in this environment measured of these candidates. Used where the incumbent is
     among them: it is measured again, and tells how the old timings compare."""

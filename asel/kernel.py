@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -193,6 +194,28 @@ def groups_of(kernel: Any, inv: Any, candidates: Sequence[Any]) -> tuple[tuple[i
         return None
     ranked = (rank(cfg, inv) for cfg in candidates)
     return tuple(rank if isinstance(rank, tuple) else (0 if rank >= 0 else -1, rank) for rank in ranked)
+
+
+def example_inputs_of(kernel: Any, inv: Any) -> Callable[[], Any] | None:
+    """Return what makes arguments for a call of which only shapes are known, where the kernel can.
+
+    A kernel's `example_inputs(inv)` returns args, or args and kwargs; without it shapes become zeros.
+    """
+    make = getattr(kernel, "example_inputs", None)
+    jax = sys.modules.get("jax")  # there are no shapes of JAX's before it is imported
+    if make is None or jax is None:
+        return None
+    leaves = jax.tree_util.tree_leaves((tuple(inv.args), dict(inv.kwargs)))
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return None
+
+    def example() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        made = make(inv)
+        has_kwargs = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
+        args, kwargs = made if has_kwargs else (made, inv.kwargs)
+        return tuple(args), dict(kwargs)
+
+    return example
 
 
 def has_default_candidates(kernel: Any) -> bool:

@@ -33,6 +33,11 @@ class Measured(Generic[Cfg]):
     reused: bool = False
     """Measured by an earlier tune of the same key; the incumbent's new timing puts it in today's terms."""
 
+    @property
+    def measure_s(self) -> float:
+        """The seconds its samples took together."""
+        return sum(self.samples_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[Cfg]):

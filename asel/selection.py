@@ -36,7 +36,7 @@ from asel.events import (
 )
 from asel.explaining import explain, why_memory_declines
 from asel.jobs import TuneJob
-from asel.kernel import Cfg, Invocation, Kernel, Out, bind
+from asel.kernel import Cfg, Invocation, Kernel, Out, bind, example_inputs_of
 from asel.keys import CacheKey, KeyMemo, Resolved, config_form
 from asel.loop import LoopHandle
 from asel.memo import Memo
@@ -380,6 +380,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             make_fn=partial(bind, call.kernel, inv, known.platform),
             args=tuple(inv.args),
             kwargs=dict(inv.kwargs),
+            example=example_inputs_of(call.kernel, inv),
             key=call.key,
             checksum=call.checksum,
             objective=call.objective,

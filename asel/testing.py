@@ -9,8 +9,9 @@ works: use a `ScriptedMeasure` in the place of real compiling and timing.
 from __future__ import annotations
 
 import asyncio
+import random
 import selectors
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
@@ -20,11 +21,13 @@ import anyio
 from asel.errors import InvalidRequestError
 from asel.events import Event
 from asel.measure import Sampler, Trial
+from asel.outcomes import Measured, TuneReport
 
 __all__ = [
     "FakeArray",
     "FakeDevice",
     "RecordingSink",
+    "ReplayMeasure",
     "ScriptedMeasure",
     "VirtualTimeLoop",
     "run_in_virtual_time",
@@ -124,6 +127,35 @@ class ScriptedMeasure:
             cost: float = _scripted(self._costs, cfg)
             await anyio.sleep(cost)
             return cost
+
+        return sample
+
+
+class ReplayMeasure:
+    """A `Measure` that hands out recorded samples in a shuffled order: strategies compared with no device.
+
+    `timings` has the samples of each config, or is a `TuneReport`. Nothing is waited for; `sampled` and
+    `simulated_s` tell what a strategy would have cost.
+    """
+
+    def __init__(self, timings: Mapping[Any, Sequence[float]] | TuneReport[Any], seed: int = 0) -> None:
+        if isinstance(timings, TuneReport):
+            timings = {o.cfg: o.samples_s for o in timings.outcomes if isinstance(o, Measured)}
+        self._timings = timings
+        self._random = random.Random(seed)
+        self.sampled = 0
+        self.simulated_s = 0.0
+
+    async def compile(self, trial: Trial[Any]) -> Sampler:
+        recorded: Sequence[float] | None = _scripted(self._timings, trial.cfg)
+        if not recorded:
+            raise InvalidRequestError(f"nothing was recorded of {trial.cfg!r}")
+
+        async def sample() -> float:
+            seconds = self._random.choice(recorded)
+            self.sampled += 1
+            self.simulated_s += seconds
+            return seconds
 
         return sample
 

@@ -120,6 +120,9 @@ class Tuner(Generic[Cfg]):
             return job.report
         start = anyio.current_time()
         try:
+            if job.example is not None:
+                job.args, job.kwargs = await run_in_thread("making example inputs", job.example)
+                job.example = None
             for group in groups_of(job):
                 await self._compile_all(job, group)
                 await self._check_all(job, group)

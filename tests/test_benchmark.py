@@ -23,6 +23,7 @@ from asel import (
     ConfigSelectorChain,
     Failed,
     Invocation,
+    Kernel,
     Measured,
     Tuner,
     TuningError,
@@ -34,6 +35,7 @@ from asel.benchmark import JaxMeasure, abstract, concrete
 from asel.jobs import TuneJob
 from asel.keys import call_key
 from asel.measure import Trial
+from asel.testing import RecordingSink
 
 PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
 
@@ -625,3 +627,132 @@ def test_a_tune_of_real_candidates_keeps_every_outcome(real_backend):
     assert fast.median_s < slow.median_s
     assert (broken.stage, broken.error_type) == ("compile", "TypeError")
     assert selection.report.environment["jax"] == jax.__version__
+
+
+# ---------------------------------------------------------------------------------------------
+# What must survive, and what must hold.
+
+
+def chosen_among(backend, configs, run, x=None, **policy):
+    """Tune real candidates in threads; return the report and what was told."""
+    sink = RecordingSink()
+
+    async def main():
+        op = kernel(op_id="survivor", configs=configs, heuristic=configs[0])(run)
+        async with ConfigSelectorChain(
+            policy=AutotunePolicy(**policy), tuner=Tuner(1, 2), sinks=[sink], close_grace_s=0.1
+        ) as chain:
+            args = (jnp.ones(64) if x is None else x,)
+            return (await chain.select(Invocation("survivor", args, {}), op)).report
+
+    return anyio.run(main, backend=backend), sink
+
+
+def test_a_candidate_that_asks_for_too_much_memory_is_one_outcome(real_backend):
+    """What the allocator refuses costs its candidate and nobody else."""
+
+    def run(x, *, cfg):
+        return jnp.zeros((1 << 45,), jnp.float32) + x[0] if cfg == "huge" else x + 1
+
+    report, _ = chosen_among(real_backend, ["small", "huge"], run)
+    assert report.winner == "small"
+    assert isinstance(report.outcomes[1], Failed)
+
+
+def test_a_candidate_that_fails_at_its_third_sample_cannot_win(real_backend):
+    """Two good samples do not make a winner of what breaks at the third."""
+    ran = []
+
+    def fragile(x):
+        ran.append(True)
+        if len(ran) == 3:
+            raise RuntimeError("third time unlucky")
+        return x
+
+    def run(x, *, cfg):
+        if cfg == "fragile":
+            return jax.pure_callback(fragile, x, x)
+        return jax.lax.fori_loop(0, 20_000, lambda i, y: jnp.sin(y), x)
+
+    report, _ = chosen_among(real_backend, ["steady", "fragile"], run)
+    assert report.winner == "steady"
+    assert report.outcomes[1].stage == "measure"
+
+
+def test_a_candidate_that_hangs_is_abandoned_on_time(real_backend):
+    """Half a second allowed, four taken: the answer comes from the others, and an event tells of the thread."""
+    release = threading.Event()
+
+    def run(x, *, cfg):
+        if cfg == "hangs":
+            release.wait(4)
+        return x + 1
+
+    try:
+        report, sink = chosen_among(real_backend, ["good", "hangs", "late"], run, candidate_timeout_s=0.5)
+    finally:
+        release.set()
+    (failed,) = sink.named("candidate_failed")
+    assert failed.still_busy
+    assert failed.error_type == "TimeoutError"
+    assert 0.5 <= failed.end - failed.start < 1.5  # 0.7 s on a quiet machine
+    assert "still busy" in report.outcomes[1].message
+    assert report.winner in ("good", "late")
+    assert sink.events[-1].abandoned == ("lowering 'hangs'",)
+
+
+def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend):
+    """What a sample destroys is there for the next, jitted or not, and the caller's array is unharmed."""
+    donating = jax.jit(lambda x: x * 2, donate_argnums=0)
+
+    def run(x, *, cfg):
+        if cfg == "eager" and float(x[0]) < 0:  # asks for a value, so it cannot be traced
+            return x
+        return donating(x)
+
+    x = jnp.ones(64)
+    report, _ = chosen_among(real_backend, ["jitted", "eager"], run, x)
+    assert [o.how for o in report.outcomes] == ["forward", "eager"]
+    assert not x.is_deleted()
+
+
+def test_transfer_guards_hold_in_the_thread(real_backend):
+    """A caller that forbids implicit transfers forbids them to its candidates."""
+    seen = []
+
+    def fn(x):
+        seen.append(jax.config.jax_transfer_guard_host_to_device)
+        return x
+
+    async def main():
+        with jax.transfer_guard("disallow"):
+            await Tuner(0, 1).measure(fn, jax.device_put(np.ones(3)))
+
+    anyio.run(main, backend=real_backend)
+    assert set(seen) == {"disallow"}
+
+
+def test_shapes_become_what_the_kernel_makes_of_them(real_backend):
+    """`example_inputs` stands in for zeros where a kernel's time depends on its values."""
+    seen = []
+
+    class Sparse(Kernel):
+        op_id = "sparse"
+
+        def run(self, x, *, scale, cfg):
+            return jax.pure_callback(lambda v: seen.append(float(v[0])) or v, x, x)
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+        def example_inputs(self, inv):
+            (x,) = inv.args
+            return (jnp.full(x.shape, 7.0, x.dtype),), {"scale": 2}
+
+    async def main():
+        async with ConfigSelectorChain(tuner=Tuner(0, 1), sinks=()) as chain:
+            inv = Invocation("sparse", (jax.ShapeDtypeStruct((3,), jnp.float32),), {"scale": 2})
+            return (await chain.select(inv, Sparse())).tier
+
+    assert anyio.run(main, backend=real_backend) == "autotune"
+    assert set(seen) == {7.0}

@@ -12,8 +12,9 @@ import anyio.to_thread
 import pytest
 from kernels import BEST, Toy, call
 
-from asel import ConfigCache, ConfigSelectorChain, InvalidRequestError, Tuner, device_fingerprint
-from asel.testing import FakeDevice, RecordingSink, ScriptedMeasure, run_in_virtual_time, virtual_backend
+from asel import ConfigCache, ConfigSelectorChain, InvalidRequestError, Tuner, TuningError, device_fingerprint
+from asel.jobs import TuneJob
+from asel.testing import FakeDevice, RecordingSink, ReplayMeasure, ScriptedMeasure, run_in_virtual_time, virtual_backend
 
 BACKENDS = ["asyncio", "trio"]
 
@@ -126,3 +127,20 @@ def test_importing_asel_and_its_testing_tools_does_not_import_jax():
     """The engine loads without JAX; what needs it imports it when it is first used."""
     code = "import sys, asel, asel.testing, asel.cli; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("strategy", ["race", "exhaustive"])
+async def test_recorded_timings_can_be_replayed(strategy):
+    """Strategies are compared on what was measured once, with no device and in no time."""
+    measure = ReplayMeasure({"a": [0.3, 0.31], "b": [0.1, 0.11], "c": [5.0, 5.1]}, seed=1)
+    report = await Tuner(1, 3, measure=measure, strategy=strategy).tune(
+        TuneJob(("a", "b", "c"), lambda cfg: None, (), {})
+    )
+    assert report.winner == "b"
+    assert report.seconds == 0
+    assert measure.simulated_s > 5.0
+    again = ReplayMeasure(report)
+    assert await Tuner(1, 3, measure=again).autotune(lambda cfg: None, (), {}, ["a", "b", "c"]) == "b"
+    with pytest.raises(TuningError, match="nothing was recorded of 'd'"):
+        await Tuner(measure=again).autotune(lambda cfg: None, (), {}, ["d"])
