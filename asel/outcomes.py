@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal
 from asel.kernel import Cfg
 from asel.keys import CacheKey, Objective
 
-__all__ = ["Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport"]
+__all__ = ["Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport", "in_words"]
 
 Stage = Literal["build", "compile", "check", "measure"]
 
@@ -101,7 +101,7 @@ class TuneReport(Generic[Cfg]):
         for timed in sorted(measured, key=lambda o: o.median_s):
             bar = "\u2588" * max(1, round(24 * timed.median_s / longest)) if longest else ""
             marks = ", ".join(_marks(self, timed))
-            lines.append(f"  {timed.cfg!s:<{width}}  {_short(timed.median_s):>9}  {bar:<24}  {marks}".rstrip())
+            lines.append(f"  {timed.cfg!s:<{width}}  {in_words(timed.median_s):>9}  {bar:<24}  {marks}".rstrip())
         for outcome in self.outcomes:
             if isinstance(outcome, Failed):
                 lines.append(f"  {outcome.cfg!s:<{width}}  {outcome.error_type} in {outcome.stage}: {outcome.message}")
@@ -147,7 +147,8 @@ def _marks(report: TuneReport[Any], outcome: Measured[Any]) -> list[str]:
     return marks + ([f"timed {outcome.how}"] if outcome.how != report.objective else [])
 
 
-def _short(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """Return a duration as a person would write it."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"

@@ -95,12 +95,12 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._events = FanOut(default_sinks() if sinks is None else sinks, on_event)
         self._streams: list[EventStream] = []
         self._store = as_persistence(persistent)
+        _checked_seconds("store_timeout_s", store_timeout_s)
         self._reading = None
         if self._store is not None:
             self._reading = Reading(self.cache, self._store, self._events, store_timeout_s)
         kept_in = self._store if persist_autotune else None
         self._tuning: Tuning[Cfg] = Tuning(self.cache, as_tuner(self.tuner), kept_in, self._events, store_timeout_s)
-        _checked_seconds("store_timeout_s", store_timeout_s)
         self._backlog = Backlog(self._catch_up)
         self._seen_outside: Memo[bool] = Memo(65_536)
         self._loop: LoopHandle | None = None
@@ -236,6 +236,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if not any_scope_here():
                 call.known.lane = (generation, call.policy, found.cfg)
             self._emit(CacheHit, call, level="memory", cfg=found.cfg)
+            for asked_before in ("memory", "persistent"):  # as after a store read, when memory is asked again
+                call.declined.pop(asked_before, None)
             return call.answer("memory", found.cfg, found.provenance.report)
         if isinstance(found, Miss):
             for checksum, done in found.stale:

@@ -80,13 +80,14 @@ async def test_a_tune_that_ends_while_another_caller_reads_the_store_is_not_repe
     async with bench.chain as chain, anyio.create_task_group() as tasks:
 
         async def ask():
-            tiers.append((await chain.select(call(), Toy())).tier)
+            selection = await chain.select(call(), Toy())
+            tiers.append((selection.tier, list(selection.declined)))
 
         tasks.start_soon(ask)
         await anyio.sleep(1)
         await chain.retune(call(), Toy())
         assert tiers == []
-    assert tiers == ["memory"]
+    assert tiers == [("memory", ["override", "overlay"])]
     assert bench.tunes == 1
 
 

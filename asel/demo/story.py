@@ -7,13 +7,12 @@ from typing import Any
 
 import anyio
 from rich.console import Console
-from rich.table import Table
 
 from asel.answers import Selection
 from asel.cache import ConfigCache
 from asel.events import CacheHit, CandidateFailed, CandidateMeasured, Event
 from asel.kernel import Invocation
-from asel.outcomes import Measured
+from asel.outcomes import in_words
 from asel.selection import ConfigSelectorChain
 from asel.telemetry import default_sinks
 
@@ -67,21 +66,12 @@ async def _timed(console: Console, selector: Any, inv: Any, kernel: Any) -> Sele
     start = time.perf_counter()
     selection: Selection[Any] = await selector.select(inv, kernel)
     seconds = time.perf_counter() - start
-    console.print(f"[bold]{selection.cfg}[/] from tier [bold]{selection.tier}[/] in {_short(seconds)}")
+    console.print(f"[bold]{selection.cfg}[/] from tier [bold]{selection.tier}[/] in {in_words(seconds)}")
     return selection
 
 
 def _show_candidates(console: Console, cold: Selection[Any], events: list[Event]) -> None:
-    table = Table("candidate", "median", "compile", "", title="what the tune found")
-    report = cold.report
-    assert report is not None
-    for outcome in report.outcomes:
-        marks = ["winner"] * (outcome.cfg == report.winner) + ["heuristic"] * (outcome.cfg == report.incumbent)
-        if isinstance(outcome, Measured):
-            table.add_row(str(outcome.cfg), _short(outcome.median_s), _short(outcome.compile_s), ", ".join(marks))
-        else:
-            table.add_row(str(outcome.cfg), "-", "-", str(outcome))
-    console.print(table)
+    console.print(str(cold.report), markup=False, highlight=False)
     seen = sum(isinstance(event, CandidateMeasured | CandidateFailed) for event in events)
     console.print(f"{seen} candidates told as events while they ran")
 
@@ -90,7 +80,7 @@ async def _time_hits(console: Console, selector: Any, inv: Any, kernel: Any, hit
     start = time.perf_counter()
     for _ in range(hits):
         await selector.choose(inv, kernel)
-    console.print(f"{hits:,} more hits, telemetry included: {_short((time.perf_counter() - start) / hits)} each")
+    console.print(f"{hits:,} more hits, telemetry included: {in_words((time.perf_counter() - start) / hits)} each")
 
 
 async def _crowd(console: Console, selector: Any, inv: Any, kernel: Any, events: list[Event]) -> None:
@@ -118,7 +108,7 @@ async def _crowd(console: Console, selector: Any, inv: Any, kernel: Any, events:
     tunes = sum(event.name == "autotune_start" for event in events) - before
     console.print(f"{len(answers):,} callers, {tunes} tune, {len(set(answers))} answer: [bold]{answers[0]}[/]")
     typical = sorted(lags)[len(lags) // 2]
-    console.print(f"the event loop kept turning: median lateness of a 5 ms heartbeat {_short(typical)}")
+    console.print(f"the event loop kept turning: median lateness of a 5 ms heartbeat {in_words(typical)}")
 
 
 async def _traced(console: Console, selector: Any, kernel: Any) -> None:
@@ -135,10 +125,3 @@ async def _traced(console: Console, selector: Any, kernel: Any) -> None:
     await selector.settled()
     console.print("the background tune is done; the next trace uses it:")
     jax.jit(lambda a, b: multiply(a, b))(small, small.T)
-
-
-def _short(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e9:.0f} ns"
