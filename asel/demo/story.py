@@ -71,7 +71,7 @@ async def _timed(console: Console, selector: Any, inv: Any, kernel: Any) -> Sele
 
 
 def _show_candidates(console: Console, cold: Selection[Any], events: list[Event]) -> None:
-    console.print(str(cold.report), markup=False, highlight=False)
+    console.print(str(cold.report), markup=False, highlight=False, soft_wrap=True)
     seen = sum(isinstance(event, CandidateMeasured | CandidateFailed) for event in events)
     console.print(f"{seen} candidates told as events while they ran")
 
