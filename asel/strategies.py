@@ -16,6 +16,8 @@ __all__ = ["Board", "Drop", "Exhaustive", "Race", "Sample", "Step", "Strategy"]
 
 # Two medians closer than this are a tie, however calm the samples look.
 LEAST_NOISE = 0.02
+# And farther apart than this they are none, however wild: a guess is not kept at any price.
+MOST_NOISE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +88,24 @@ class Board:
         for index in indices:
             if len(self.samples[index]) > 1 and (middle := self.median(index)) > 0:
                 reach = max(reach, (self.interval(index)[1] - middle) / middle)
-        return min(reach, 0.5)
+        return min(reach, MOST_NOISE)
 
     def leader(self) -> int:
-        """Return the candidate with the lowest median."""
-        return min(self.measured, key=self.median)
+        """Return the candidate with the lowest median of those that are still in."""
+        return min((i for i in self.measured if i not in self.dropped), key=self.median)
 
     def winner(self) -> int:
-        """Return the incumbent where it ties with the leader, else the first declared that does."""
+        """Return the incumbent where it is within the noise of the leader, else the first declared of its equals.
+
+        What was dropped was clearly slower, and cannot come back on the strength of few samples.
+        """
         leader = self.leader()
-        best = self.median(leader)
-        tied = [i for i in self.measured if self.median(i) <= best * (1 + self.noise(leader, i))]
-        return self.incumbent if self.incumbent is not None and self.incumbent in tied else min(tied)
+        best, finalists = self.median(leader), [i for i in self.measured if i not in self.dropped]
+        if self.incumbent in finalists and self.median(self.incumbent) <= best * (
+            1 + self.noise(leader, self.incumbent)
+        ):
+            return self.incumbent
+        return min(i for i in finalists if self.median(i) <= best * (1 + LEAST_NOISE))
 
 
 class Strategy(Protocol):
@@ -122,10 +130,11 @@ class Exhaustive:
 class Race:
     """Rounds in which every survivor is sampled once, in an order shuffled by `seed`.
 
-    A round drops the clear losers: those whose best sample is slower than the leader's median by
-    half after the first round, a fifth after the second, and three times the noise from then on. Two
-    always stay. It is over after `iters` rounds at the earliest, when every survivor's interval lies
-    clear of the leader's or both are known to within the noise, and after `most_rounds` at the latest.
+    A round drops the clear losers: those whose best sample is slower than the leader's median, twice
+    as slow after the first round, half as slow again after the second, a quarter after the third, and
+    by three times the noise from then on. Two always stay. It is over after `iters` rounds at the
+    earliest, when every survivor's interval lies clear of the leader's or both are known to within the
+    noise, and after `most_rounds` at the latest.
     """
 
     iters: int = 3
@@ -154,7 +163,7 @@ class Race:
     def _losers(self, board: Board, number: int) -> Sequence[int]:
         leader = board.leader()
         best = board.median(leader)
-        allowed = {1: 1.5, 2: 1.2}.get(number, 1 + 3 * board.noise(leader))
+        allowed = {1: 2.0, 2: 1.5, 3: 1.25}.get(number, 1 + 3 * board.noise(leader))
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.median)
         return [i for i in standing[2:] if min(board.samples[i]) > best * allowed]
 

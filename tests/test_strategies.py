@@ -145,3 +145,19 @@ def test_a_strategy_is_named_or_made():
     assert Tuner(strategy=Race(iters=2)) is not None
     with pytest.raises(InvalidRequestError, match="strategy='fastest'"):
         Tuner(strategy="fastest")
+
+
+def test_what_was_dropped_does_not_come_back():
+    """A loser with one sample is no equal of a leader with wild ones, however wide the noise."""
+    board = Board([0, 1, 2], incumbent=0, warmup=0)
+    board.samples = {0: [1.12], 1: [0.8, 1.0, 1.2, 1.4], 2: [3.0, 3.0, 3.0]}
+    board.dropped = {0: 1}
+    assert board.noise(1) > LEAST_NOISE
+    assert board.winner() == 1
+
+
+def test_only_the_incumbent_profits_from_noise():
+    """Declared order decides among equals, not among what wild samples cannot tell apart."""
+    samples = {0: [1.08] * 5, 1: [0.8, 0.9, 1.0, 1.1, 1.2]}
+    assert Board([0, 1], None, 0, dict(samples)).winner() == 1
+    assert Board([0, 1], 0, 0, dict(samples)).winner() == 0
