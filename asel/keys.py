@@ -9,10 +9,11 @@ from typing import Any, Generic, Literal, NamedTuple
 from asel.buckets import Bucketing, powers_of_two
 from asel.canonical import Canon, canonical, digest
 from asel.devices import default_device, device_fingerprint, platform_of
+from asel.encoding import Encoder, whereabouts
 from asel.errors import InvalidRequestError, UnstableKeyError
 from asel.kernel import Cfg, groups_of, has_default_candidates, key_builder_of, parameters_of, variant
 from asel.memo import Memo
-from asel.signatures import Encoder, default_device_setting, refuse_if_endless, signature, whereabouts
+from asel.signatures import default_device_setting, refuse_if_endless, signature
 
 __all__ = [
     "CacheKey",

@@ -1,8 +1,8 @@
-"""What a call looks like: to this process, cheaply; and to every process, once.
+"""What a call looks like to this process: a tuple that differs wherever the answer may.
 
-`signature` runs on every call and only has to be fast and faithful; `encode` runs once for each new
-signature and is the same everywhere. Both see the arguments alike: arrays count by shape, dtype,
-weak type and sharding; everything else is a constant and counts by type and value.
+Made on every call, so it only has to be fast and faithful; `encoding` has the form that every process
+agrees on. Both see the arguments alike: arrays count by shape, dtype, weak type and sharding;
+everything else is a constant and counts by type and value.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ import enum
 import itertools
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from asel.buckets import Bucketing, Outside
-from asel.canonical import Canon, Canonicaliser, aval_form, canonical, dims, flatten_node
+from asel.canonical import Canon, canonical, flatten_node
 from asel.errors import UnstableKeyError
 
-__all__ = ["Encoder", "default_device_setting", "is_numeric", "refuse_if_endless", "signature", "whereabouts"]
+__all__ = [
+    "call_form",
+    "children_of",
+    "default_device_setting",
+    "is_duck_array",
+    "is_numeric",
+    "refuse_if_endless",
+    "settings_form",
+    "signature",
+]
 
 
 class _Mark(enum.Enum):
@@ -150,7 +157,7 @@ def signature(inv: Any, kernel: Any) -> tuple[Any, ...]:
         or inv.check_vma
     ):
         tokens.append(_Mark.CALL)
-        tokens.append(_call_form(inv))
+        tokens.append(call_form(inv))
     return tuple(tokens)
 
 
@@ -205,11 +212,11 @@ def _append_other(value: Any, tokens: list[Any]) -> bool:
     if is_numeric(value):
         tokens += (_Mark.NUMPY, value.shape, value.dtype)
         return False
-    if _is_duck_array(value):
+    if is_duck_array(value):
         devices = frozenset(value.devices())
         tokens += (_Mark.DUCK, tuple(value.shape), str(value.dtype), devices)
         return True
-    if (node := _children(value)) is not None:
+    if (node := children_of(value)) is not None:
         steps, aux = node
         tokens += (_Mark.NODE, type(value), canonical(aux), len(steps))
         placed = False
@@ -227,13 +234,13 @@ def is_numeric(value: Any) -> bool:
     return value.dtype.kind in "biufc" or (value.dtype.kind == "V" and value.dtype.names is None)
 
 
-def _is_duck_array(value: Any) -> bool:
+def is_duck_array(value: Any) -> bool:
     if isinstance(value, type):
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype") and callable(getattr(value, "devices", None))
 
 
-def _children(value: Any) -> tuple[list[tuple[str, Any]], Any] | None:
+def children_of(value: Any) -> tuple[list[tuple[str, Any]], Any] | None:
     """Return a container's children with the steps that lead to them, and its static part; None for a leaf."""
     if type(value) in _ORDERED:  # JAX wants their keys to compare; we do not
         if isinstance(value, defaultdict):  # a dict's order is how it was made
@@ -245,7 +252,7 @@ def _children(value: Any) -> tuple[list[tuple[str, Any]], Any] | None:
     return flatten_node(value)
 
 
-def _call_form(inv: Any) -> Canon:
+def call_form(inv: Any) -> Canon:
     return (
         "call",
         inv.method,
@@ -257,128 +264,11 @@ def _call_form(inv: Any) -> Canon:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# The encoding: the same facts, with paths, in a form that every process agrees on.
-
-
-class Encoder:
-    """One pass over a call, and what it noticed: the device, tracers, sizes outside their buckets."""
-
-    def __init__(self, bucketing: Bucketing | None = None) -> None:
-        if not _jax.known:
-            _jax.learn()
-        self._bucketing = bucketing
-        self.device: Any = None
-        self.traced = False
-        self.outside: list[Outside] = []
-
-    def call(self, inv: Any) -> Canon:
-        """Return the call's canonical form.
-
-        Raises:
-            UnstableKeyError: an argument has no stable identity.
-        """
-        args = tuple(self._value(v, f"args[{i}]") for i, v in enumerate(inv.args))
-        kwargs = self._pairs(inv.kwargs, "kwargs")
-        settings = (int(_jax.x64.value), _jax.matmul_precision.value)
-        return (args, kwargs, settings, _call_form(inv))
-
-    def _value(self, value: Any, path: str) -> Canon:
-        import jax
-
-        if isinstance(value, jax.core.Tracer):
-            self.traced = True
-            return self._array(path, *aval_form(value.aval))
-        if isinstance(value, jax.Array):
-            shape, dtype, weak, explicit = aval_form(value.aval)
-            placement = self._placement(value.sharding, path)
-            # Where the type of an array names its sharding, a tracer of it does too: they share a key.
-            return self._array(path, shape, dtype, weak, explicit or placement)
-        if isinstance(value, jax.ShapeDtypeStruct):
-            dtype = str(jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
-            placement = () if value.sharding is None else self._placement(value.sharding, path)
-            return self._array(path, dims(value.shape), dtype, int(value.weak_type), placement)
-        if is_numeric(value):
-            return self._array(path, value.shape, str(jax.dtypes.canonicalize_dtype(value.dtype)), 0, ())
-        if _is_duck_array(value):
-            devices = sorted(value.devices(), key=lambda d: getattr(d, "id", 0))
-            self.device = self.device or devices[0]
-            return self._array(
-                path, dims(value.shape), str(value.dtype), 0, () if len(devices) == 1 else (len(devices),)
-            )
-        if type(value) is dict:
-            return ("dict", self._pairs(value, path))
-        if type(value) in (tuple, list):
-            items = tuple(self._value(item, f"{path}[{i}]") for i, item in enumerate(value))
-            return (type(value).__name__, items)
-        if (node := _children(value)) is not None:
-            steps, aux = node
-            inner = tuple(self._value(child, path + step) for step, child in steps)
-            return ("node", self._constant(type(value), path), self._constant(aux, f"{path} (static fields)"), inner)
-        return ("constant", self._constant(value, path))
-
-    def _constant(self, value: Any, path: str) -> Canon:
-        canonicaliser = Canonicaliser()
-        form = canonicaliser.form(value, path)
-        self.traced |= canonicaliser.traced
-        return form
-
-    def _pairs(self, mapping: Mapping[Any, Any], path: str) -> Canon:
-        encoded = (
-            (self._constant(key, f"{path} key"), self._value(item, f"{path}[{key!r}]")) for key, item in mapping.items()
-        )
-        return tuple(sorted(encoded, key=repr))
-
-    def _array(self, path: str, shape: tuple[Any, ...], dtype: str, weak: int, placement: Canon) -> Canon:
-        if self._bucketing is not None:
-            shape, outside = self._bucketing.apply(path, shape)
-            self.outside += outside
-        return ("array", shape, dtype, weak, placement)
-
-    def _placement(self, sharding: Any, path: str) -> Canon:
-        try:
-            devices = sharding.device_set
-        except ValueError:  # over an abstract mesh: a shape of no devices in particular
-            return canonical(sharding, f"{path}.sharding")
-        if self.device is None:
-            self.device = min(devices, key=lambda d: d.id)
-        return canonical(sharding, f"{path}.sharding") if len(devices) > 1 else ()
-
-
-def whereabouts(inv: Any) -> tuple[Any, bool]:
-    """Return the device a call's arguments live on, if they do, and whether some are being traced."""
-    import jax
-
-    device, traced = None, False
-    for leaf in _leaves((*inv.args, *inv.kwargs.values())):
-        if isinstance(leaf, jax.core.Tracer):
-            traced = True
-        elif device is None and (devices := _devices(leaf)):
-            device = min(devices, key=lambda d: getattr(d, "id", 0))
-    return device, traced
-
-
-def _devices(leaf: Any) -> Iterable[Any]:
-    import jax
-
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        try:
-            return () if leaf.sharding is None else leaf.sharding.device_set
-        except ValueError:  # over an abstract mesh
-            return ()
-    return leaf.devices() if isinstance(leaf, jax.Array) or _is_duck_array(leaf) else ()
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if type(value) is dict:
-            yield from _leaves(value.values())
-        elif type(value) in (tuple, list):
-            yield from _leaves(value)
-        elif (node := _children(value)) is not None:
-            yield from _leaves(child for _, child in node[0])
-        else:
-            yield value
+def settings_form() -> Canon:
+    """Return the calling thread's settings that enter every key: x64 and default matmul precision."""
+    if not _jax.known:
+        _jax.learn()
+    return (int(_jax.x64.value), _jax.matmul_precision.value)
 
 
 def default_device_setting() -> Any:

@@ -132,7 +132,8 @@ class Race:
 
     A round drops the clear losers: those whose best sample is slower than the leader's median, twice
     as slow after the first round, half as slow again after the second, a quarter after the third, and
-    by three times the noise from then on. Two always stay. It is over after `iters` rounds at the
+    by three times the noise from then on. Two always stay, and so does the incumbent: it is what the
+    winner is held against. It is over after `iters` rounds at the
     earliest, when every survivor's interval lies clear of the leader's or both are known to within the
     noise, and after `most_rounds` at the latest.
     """
@@ -165,7 +166,8 @@ class Race:
         best = board.median(leader)
         allowed = {1: 2.0, 2: 1.5, 3: 1.25}.get(number, 1 + 3 * board.noise(leader))
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.median)
-        return [i for i in standing[2:] if min(board.samples[i]) > best * allowed]
+        losers = [i for i in standing[2:] if min(board.samples[i]) > best * allowed]
+        return [i for i in losers if i != board.incumbent]
 
     def _is_settled(self, board: Board) -> bool:
         leader = board.leader()

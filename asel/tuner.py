@@ -15,6 +15,7 @@ import anyio
 
 from asel.checks import OutputCheck, as_check
 from asel.devices import current_settings, default_device
+from asel.encoding import whereabouts
 from asel.errors import InvalidRequestError, TuningError
 from asel.events import CandidateEliminated, CandidateStart
 from asel.jobs import Runner, TuneJob, groups_of, report_on, sentence
@@ -23,7 +24,6 @@ from asel.lanes import LaneStuck, compile_slots, lane_for
 from asel.measure import Measure, Trial, lower
 from asel.outcomes import Failed, TuneReport
 from asel.processes import ProcessMeasure
-from asel.signatures import whereabouts
 from asel.strategies import Board, Drop, Exhaustive, Race, Strategy
 from asel.threads import run_in_thread
 

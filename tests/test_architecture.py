@@ -27,6 +27,7 @@ ARROW = [
     "buckets",
     "memo",
     "signatures",
+    "encoding",
     "keys",
     "policy",
     "outcomes",

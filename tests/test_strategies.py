@@ -161,3 +161,10 @@ def test_only_the_incumbent_profits_from_noise():
     samples = {0: [1.08] * 5, 1: [0.8, 0.9, 1.0, 1.1, 1.2]}
     assert Board([0, 1], None, 0, dict(samples)).winner() == 1
     assert Board([0, 1], 0, 0, dict(samples)).winner() == 0
+
+
+def test_the_incumbent_runs_to_the_end():
+    """However slow it is, the incumbent is what the winner is held against, so it is never dropped."""
+    board = play(Race(iters=3), lambda i: [1.0, 1.1, 5.0, 9.0][i], 4, incumbent=3)
+    assert board.dropped == {2: 1}
+    assert len(board.samples[3]) == 3

@@ -1,0 +1,146 @@
+"""Families of real kernels to tune on a CPU. A module of its own: worker processes import them by name."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import ceil
+from statistics import median
+from time import perf_counter
+
+import jax
+import jax.numpy as jnp
+from side_by_side import without_gc
+
+__all__ = ["FAMILIES", "Blocks", "Family", "Oracle", "record"]
+
+# Far above the timer's noise and the cost of dispatching a run.
+LEAST_SAMPLE_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Blocks:
+    a: int
+    b: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kernel, what it may be configured with, and the shapes of what it is called with."""
+
+    name: str
+    run: Callable[..., jax.Array]
+    candidates: tuple[Blocks, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def make(self, cfg: Blocks) -> Callable[..., jax.Array]:
+        return partial(self.run, cfg=cfg)
+
+    @property
+    def args(self) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(0), len(self.shapes))
+        return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, self.shapes, strict=True))
+
+
+def matmul(x: jax.Array, y: jax.Array, *, cfg: Blocks) -> jax.Array:
+    """x @ y by blocks of `a` rows and `b` columns."""
+    rows = x.reshape(-1, cfg.a, x.shape[1])
+    columns = y.reshape(y.shape[0], -1, cfg.b).transpose(1, 0, 2)
+    blocks = jax.lax.map(lambda row: jax.lax.map(lambda column: row @ column, columns), rows)
+    return blocks.transpose(0, 2, 1, 3).reshape(x.shape[0], y.shape[1])
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, cfg: Blocks) -> jax.Array:
+    """Softmax attention by chunks of `a` queries and `b` keys, with a running maximum."""
+    width = q.shape[1]
+    chunks = [x.reshape(-1, cfg.b, width) for x in (k, v)]
+
+    def attend(query: jax.Array) -> jax.Array:
+        def step(state: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+            high, total, out = state
+            key, value = chunk
+            scores = query @ key.T * width**-0.5
+            higher = jnp.maximum(high, scores.max(-1))
+            weights, shrink = jnp.exp(scores - higher[:, None]), jnp.exp(high - higher)
+            return (higher, total * shrink + weights.sum(-1), out * shrink[:, None] + weights @ value), None
+
+        start = jnp.full(cfg.a, -jnp.inf), jnp.zeros(cfg.a), jnp.zeros((cfg.a, width))
+        (_, total, out), _ = jax.lax.scan(step, start, chunks)
+        return out / total[:, None]
+
+    return jax.lax.map(attend, q.reshape(-1, cfg.a, width)).reshape(q.shape)
+
+
+def recurrence(decay: jax.Array, x: jax.Array, *, cfg: Blocks) -> jax.Array:
+    """The last h of h = decay * h + x: chunks of `a` steps, `b` of them unrolled."""
+
+    def step(h: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        return given[0] * h + given[1], None
+
+    def chunk(h: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        return jax.lax.scan(step, h, given, unroll=cfg.b)
+
+    chunks = decay.reshape(-1, cfg.a, x.shape[1]), x.reshape(-1, cfg.a, x.shape[1])
+    return jax.lax.scan(chunk, jnp.zeros(x.shape[1]), chunks)[0]
+
+
+def _grid(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Blocks, ...]:
+    return tuple(Blocks(a, b) for a, b in product(first, second))
+
+
+FAMILIES = (
+    Family("matmul", matmul, _grid((16, 32, 64, 128, 256), (16, 32, 64, 128, 256)), ((256, 256), (256, 256))),
+    Family("attention", attention, _grid((32, 64, 128, 256, 512), (32, 64, 128, 256, 512)), ((512, 64),) * 3),
+    Family("recurrence", recurrence, _grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8)), ((4096, 64), (4096, 64))),
+    # Here running dominates compiling.
+    Family("matmul, large", matmul, _grid((64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024)), ((1024, 1024),) * 2),
+)
+
+
+def record(family: Family, samples: int) -> Oracle:
+    """Return `samples` interleaved samples of every candidate, each compiled once."""
+    args = family.args
+    compiled = [jax.jit(family.make(cfg)).lower(*args).compile() for cfg in family.candidates]
+
+    def sample(index: int, runs: int) -> float:
+        start = perf_counter()
+        for _ in range(runs):
+            jax.block_until_ready(compiled[index](*args))
+        return (perf_counter() - start) / runs
+
+    order = list(range(len(compiled)))
+    runs = [ceil(LEAST_SAMPLE_S / min(sample(index, 1) for _ in range(2))) for index in order]
+    taken: list[list[float]] = [[] for _ in order]
+    gc.collect()
+    with without_gc():
+        for number in range(samples):
+            random.Random(number).shuffle(order)
+            for index in order:
+                taken[index].append(sample(index, runs[index]))
+    return Oracle(family, taken)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Knows every candidate's time."""
+
+    family: Family
+    samples_s: list[list[float]]
+
+    def regret(self, cfg: Blocks) -> float:
+        """Return by how much, as a fraction, `cfg` is slower than the best."""
+        times = dict(zip(self.family.candidates, map(median, self.samples_s), strict=True))
+        return times[cfg] / min(times.values()) - 1
+
+    @property
+    def best_s(self) -> float:
+        return min(map(median, self.samples_s))
+
+    @property
+    def round_s(self) -> float:
+        """The seconds in which every candidate runs once."""
+        return sum(map(median, self.samples_s))
