@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import math
 import re
 import time
@@ -28,7 +29,14 @@ __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "con
 LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
 # What JAX raises when a function needs the values of what it is traced with.
-_NEEDS_VALUES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, NotImplementedError)
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    NotImplementedError,
+)
+logger = logging.getLogger("asel")
 
 
 class JaxMeasure:
@@ -134,13 +142,20 @@ class Timing:
 
     def sample(self) -> float:
         """Return the seconds one run takes."""
-        if self._runs == 0:
-            once = self.program.run(1, self._timer)
-            least_s = max(self._least_sample_s, 10 * dispatch_overhead_s()) if once < self._least_sample_s else 0.0
-            self._runs = 1 if once <= 0 else min(_MOST_RUNS, max(1, math.ceil(least_s / once)))
-            if self._runs == 1:
-                return once
-        return self.program.run(self._runs, self._timer) / (1 if self.program.how == "eager" else self._runs)
+        if self.program.how == "eager":
+            return self.program.run(1, self._timer)
+        runs = self._runs or 1
+        if self._runs != 1:  # each sample has a thread of its own, whose first run is cold: too cold for a short one
+            self.program.run(1, self._timer)
+        taken = self.program.run(runs, self._timer)
+        while 0 < taken < self._least_s() and runs < _MOST_RUNS:
+            runs = min(_MOST_RUNS, max(runs + 1, math.ceil(1.2 * runs * self._least_s() / taken)))
+            taken = self.program.run(runs, self._timer)
+        self._runs = runs
+        return taken / runs
+
+    def _least_s(self) -> float:
+        return max(self._least_sample_s, 10 * dispatch_overhead_s())
 
 
 @functools.cache
@@ -185,9 +200,11 @@ def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tu
     """Return the best that can be timed of a function, lowered; nothing is lowered where it runs as it is."""
     if objective == "forward+backward" and (backward := _with_backward(forward, arrays)) is not None:
         try:
-            return "forward+backward", jax.jit(backward).lower(*arrays)
-        except Exception:
-            pass
+            if _has_gradient(forward, arrays):
+                return "forward+backward", jax.jit(backward).lower(*arrays)
+        except Exception as error:
+            # Whatever it is, the forward pass tells if it matters; `how` tells that the backward is missing.
+            logger.debug("not differentiated: %s", error)
     try:
         return "forward", jax.jit(forward).lower(*arrays)
     except _NEEDS_VALUES:
@@ -195,8 +212,10 @@ def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tu
         return "eager", None
 
 
-def _fingerprint(how: How, lowered: Any) -> str:
+def _fingerprint(how: How, lowered: Any) -> str | None:
     text = re.sub(r"module @\S+", "module @_", lowered.as_text(), count=1)
+    if "callback" in text:  # a call to the host is in the text by number, and what it calls is not
+        return None
     return hashlib.sha256(f"{how}\n{text}".encode()).hexdigest()
 
 
@@ -207,15 +226,21 @@ def _with_backward(forward: Callable[..., Any], arrays: list[Any]) -> Callable[.
         return None
 
     def loss(*values: Any) -> Any:
+        outputs = [jnp.asarray(leaf) for leaf in jax.tree_util.tree_leaves(forward(*values))]
         total = jnp.zeros((), jnp.float32)
-        for leaf in map(jnp.asarray, jax.tree_util.tree_leaves(forward(*values))):
+        for leaf in outputs:
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 total += jnp.sum(leaf.real).astype(jnp.float32) + jnp.sum(leaf.imag).astype(jnp.float32)
             elif jnp.issubdtype(leaf.dtype, jnp.inexact):
                 total += jnp.sum(leaf.astype(jnp.float32))
-        return total
+        return total, outputs  # the outputs too, so that none of the forward pass is dead code
 
-    return jax.value_and_grad(loss, argnums=wanted)
+    return jax.value_and_grad(loss, argnums=wanted, has_aux=True)
+
+
+def _has_gradient(forward: Callable[..., Any], arrays: list[Any]) -> bool:
+    shapes = jax.tree_util.tree_leaves(jax.eval_shape(forward, *arrays))
+    return any(jnp.issubdtype(shape.dtype, jnp.inexact) for shape in shapes)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from asel.errors import InvalidRequestError
+
 __all__ = ["OutputCheck", "OutputMismatch", "as_check"]
 
 Check = Callable[[Sequence[Any], Sequence[Any]], str | None]
@@ -32,9 +34,12 @@ class OutputCheck:
             wide = np.complex128 if np.iscomplexobj(wanted) or np.iscomplexobj(got) else np.float64
             if wanted.shape != got.shape:
                 return f"output {number} has shape {got.shape} in the place of {wanted.shape}"
-            difference = np.abs(wanted.astype(wide) - got.astype(wide))
             if not np.allclose(got.astype(wide), wanted.astype(wide), self.rtol, self.atol, equal_nan=True):
-                return f"output {number} differs by up to {np.nanmax(difference):.3g}"
+                with np.errstate(invalid="ignore"):
+                    difference = np.abs(wanted.astype(wide) - got.astype(wide))
+                if np.array_equal(np.isnan(wanted.astype(wide)), np.isnan(got.astype(wide))):
+                    return f"output {number} differs by up to {np.nanmax(difference):.3g}"
+                return f"output {number} is nan where the other is not"
         return None
 
 
@@ -44,11 +49,15 @@ def as_check(check: Any) -> Check | None:
         return None
     if check is True:
         return OutputCheck()
+    if not callable(check):
+        raise InvalidRequestError(
+            f"Tuner: check={check!r} is neither True, an OutputCheck nor a function of two outputs"
+        )
 
     def checked(expected: Sequence[Any], actual: Sequence[Any]) -> str | None:
         verdict = check(expected, actual)
-        if verdict is True or verdict is None:
-            return None
-        return verdict if isinstance(verdict, str) else f"{check!r} says they differ"
+        if isinstance(verdict, str):
+            return verdict
+        return None if verdict is None or bool(verdict) else f"{check!r} says they differ"
 
     return checked

@@ -81,17 +81,25 @@ class TuneJob(Generic[Cfg]):
         self.tell(CandidateSkipped, index, anyio.current_time(), reason=reason)
         self.outcomes[index] = Skipped(self.candidates[index], reason)
 
-    def fail(self, index: int, start: float, stage: Stage, error: Exception, left_behind: list[Busy]) -> None:
+    def fail(self, index: int, start: float, stage: Stage, error: BaseException, left_behind: list[Busy]) -> None:
+        """Note that a candidate broke; what would end the program ends the candidate alone."""
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"{type(error).__name__}: {error}")
         busy = any(thread.alive for thread in left_behind)
         message = str(error)
         if isinstance(error, TimeoutError) and not message:
             message = f"took longer than {self.candidate_timeout_s:g} s" + (
                 "; its thread is still busy" if busy else ""
             )
-        failed = Failed(self.candidates[index], stage, type(error).__name__, message, error)
+        kind = getattr(error, "type_name", None) or type(error).__name__  # a worker's errors are known by name
+        failed = Failed(self.candidates[index], stage, kind, message, error)
         facts = {"stage": stage, "error_type": failed.error_type, "message": message, "still_busy": busy}
         self.tell(CandidateFailed, index, start, **facts)
         self.outcomes[index] = failed
+
+    def note_left_behind(self, trial: Trial[Any]) -> None:
+        """Remember the threads a candidate has left, so that a closing chain can name them."""
+        self.left_behind += [thread for thread in trial.left_behind if thread not in self.left_behind]
 
     def compare(self, outputs: list[Any], check: Check) -> None:
         """Take the first outputs for right, and hold all others against them.
@@ -188,7 +196,11 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
         _settle_alias(job, index, first)
     for index in range(len(job.candidates)):
         if index not in job.outcomes:
-            job.skip(index, "a group of higher priority had a success")
+            reused = index in job.reused
+            why = "a group of higher priority had a success"
+            if reused:
+                why = "its earlier timing has nothing to be held against"
+            job.skip(index, why)
     outcomes = tuple(job.outcomes[i] for i in range(len(job.candidates)))
     if board is None or not comparable:
         raise _all_failed(job, outcomes)
@@ -208,10 +220,16 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
         objective=job.objective,
         incumbent=None if job.incumbent is None else job.candidates[job.incumbent],
         noise=board.noise(leader, winner),
-        margin=0.0 if incumbent is None else 1 - board.median(winner) / (board.median(incumbent) or 1.0),
+        margin=_margin(board, winner, incumbent),
         tune_budget_s=job.tune_budget_s,
         candidate_timeout_s=job.candidate_timeout_s,
     )
+
+
+def _margin(board: Board, winner: int, incumbent: int | None) -> float:
+    if incumbent is None or board.median(incumbent) == 0:
+        return 0.0
+    return 1 - board.median(winner) / board.median(incumbent)
 
 
 def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
@@ -223,7 +241,7 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
     if then is None or then.how != how or not then.median_s:
         return []
     ratio = board.median(job.incumbent) / then.median_s
-    reused = [i for i in job.reused if job.known[i].how == how]
+    reused = [i for i in job.reused if job.known[i].how == how and i not in job.outcomes]
     for index in reused:
         earlier = job.known[index]
         board.samples[index] = [seconds * ratio for seconds in earlier.samples_s]

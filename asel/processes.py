@@ -32,7 +32,14 @@ class WorkerDied(Exception):
 
 
 class CandidateError(Exception):
-    """What a candidate raised in its worker, by type and message."""
+    """What a candidate raised in its worker: the name of its type, and the message."""
+
+    def __init__(self, type_name: str, message: str) -> None:
+        super().__init__(type_name, message)
+        self.type_name = type_name
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class ProcessMeasure:
@@ -42,8 +49,13 @@ class ProcessMeasure:
         self._workers: list[_Worker] = []
 
     async def ready(self) -> None:
-        """Have a worker that is up: starting one is nobody's time."""
-        await self._idle_worker()
+        """Have a worker that is up: starting one is nobody's time, and one that died while idle nobody's fault."""
+        worker = await self._idle_worker()
+        if not worker.busy:
+            with suppress(WorkerDied):
+                await worker.ask("hello", 0)
+                return
+            await self._idle_worker()
 
     async def lower(self, trial: Trial[Any]) -> Lowered:
         worker = await self._idle_worker()
@@ -122,7 +134,7 @@ class _Worker:
         self._process = process
         self._turn = anyio.Lock()
         self._forgotten: list[int] = []
-        self.alive = True
+        self._ended = False
 
     @classmethod
     async def start(cls) -> _Worker:
@@ -131,6 +143,10 @@ class _Worker:
         worker = cls(process)
         await worker.ask("hello", 0)
         return worker
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended
 
     @property
     def busy(self) -> bool:
@@ -159,9 +175,7 @@ class _Worker:
                 await self.end()
                 raise
         if kind == "error":
-            name, message = value
-            error = type(name, (CandidateError,), {})  # so that the outcome has the type it had there
-            raise error(message)
+            raise CandidateError(*value)
         return value
 
     async def _send(self, message: bytes) -> None:
@@ -182,7 +196,7 @@ class _Worker:
 
     async def end(self, patience_s: float = 0.0) -> int | None:
         """Give the process some seconds to end, kill it, and wait until it is gone."""
-        self.alive = False
+        self._ended = True
         if patience_s:
             with anyio.move_on_after(patience_s, shield=True):
                 await self._process.wait()

@@ -131,8 +131,9 @@ class Race:
     """Rounds in which every survivor is sampled once, in an order shuffled by `seed`.
 
     A round drops the clear losers: those whose best sample is slower than the leader's median, twice
-    as slow after the first round, half as slow again after the second, a quarter after the third, and
-    by three times the noise from then on. Two always stay, and so does the incumbent: it is what the
+    as slow after the first round, by a quarter after the second, a tenth after the third, and by more
+    than a tie from then on. Samples are late and never early, so the best one is a fair witness. Two
+    always stay, and so does the incumbent: it is what the
     winner is held against. It is over after `iters` rounds at the
     earliest, when every survivor's interval lies clear of the leader's or both are known to within the
     noise, and after `most_rounds` at the latest.
@@ -164,7 +165,7 @@ class Race:
     def _losers(self, board: Board, number: int) -> Sequence[int]:
         leader = board.leader()
         best = board.median(leader)
-        allowed = {1: 2.0, 2: 1.5, 3: 1.25}.get(number, 1 + 3 * board.noise(leader))
+        allowed = {1: 2.0, 2: 1.25, 3: 1.1}.get(number, 1 + LEAST_NOISE)
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.median)
         losers = [i for i in standing[2:] if min(board.samples[i]) > best * allowed]
         return [i for i in losers if i != board.incumbent]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Literal, Self
 
 import anyio
@@ -119,9 +120,13 @@ class Tuner(Generic[Cfg]):
         if job.report is not None:
             return job.report
         start = anyio.current_time()
+        self._users += 1  # the workers are ours until we are done, whoever else is
         try:
             if job.example is not None:
-                job.args, job.kwargs = await run_in_thread("making example inputs", job.example)
+                with anyio.fail_after(job.candidate_timeout_s):
+                    job.args, job.kwargs = await run_in_thread(
+                        "making example inputs", job.example, grace_s=job.grace_s, left_behind=job.left_behind
+                    )
                 job.example = None
             for group in groups_of(job):
                 await self._compile_all(job, group)
@@ -131,6 +136,7 @@ class Tuner(Generic[Cfg]):
                     break  # a success ends it; the groups below are not tried
         finally:
             job.seconds += anyio.current_time() - start
+            self._users -= 1
             await self._end_workers()
         job.report = report_on(job)
         return job.report
@@ -165,25 +171,23 @@ class Tuner(Generic[Cfg]):
             stage = "compile"
             async with compile_slots():
                 await _ready(self._get_measure())
-                begun = anyio.current_time()
-                try:
-                    with anyio.fail_after(job.candidate_timeout_s):
-                        async with lowering:
-                            lowered = await lower(self._get_measure(), trial)
-                        first = programs.setdefault(lowered.fingerprint or str(index), index)
-                        if first != index:
-                            job.aliases[index] = first
-                            return
-                        sampler = await lowered.compile()
-                finally:
-                    taken = anyio.current_time() - begun
-                    job.spent_s += taken
-        except Exception as error:  # one failing candidate is data, never the end of a tune
+                # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
+                async with lowering:
+                    with _timed(job) as lowering_s:
+                        lowered = await lower(self._get_measure(), trial)
+                first = programs.setdefault(lowered.fingerprint or str(index), index)
+                if first != index:
+                    job.aliases[index] = first
+                    return
+                with _timed(job) as compiling_s:
+                    sampler = await lowered.compile()
+        except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
             job.fail(index, start, stage, error, trial.left_behind if trial else [])  # type: ignore[arg-type]
         else:
-            job.runners[index] = Runner(trial, sampler, start, taken)
+            job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
         finally:
-            job.left_behind += trial.left_behind if trial else []
+            if trial is not None:
+                job.note_left_behind(trial)
 
     # Checking.
 
@@ -193,18 +197,24 @@ class Tuner(Generic[Cfg]):
             return
         for index in sorted((i for i in group if i in job.runners), key=lambda i: i != job.incumbent):
             runner = job.runners[index]
+            if job.is_broke and job.expected is not None:
+                job.runners.pop(index).release()
+                job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent before it was checked")
+                continue
             try:
                 async with lane_for(job.device).held(runner.trial.left_behind):
                     await _ready(runner.sampler)
-                    with anyio.fail_after(job.candidate_timeout_s):
+                    with _timed(job):
                         outputs = await runner.outputs()
                 job.compare(outputs, self._check)
             except LaneStuck:
                 return
-            except Exception as error:  # one failing candidate is data, never the end of a tune
+            except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
                 del job.runners[index]
                 runner.release()
                 job.fail(index, runner.started, "check", error, runner.trial.left_behind)
+            finally:
+                job.note_left_behind(runner.trial)
 
     # Sampling.
 
@@ -215,14 +225,16 @@ class Tuner(Generic[Cfg]):
         board = job.board
         board.candidates += [index for index in ready if index not in board.candidates]
         untried = f"the tune's budget of {job.tune_budget_s:g} s was spent"
+        first = job.incumbent if job.incumbent in ready else next(iter(ready), None)
         try:
             for step in self._strategy.plan(board):
                 if isinstance(step, Drop):
                     board.dropped[step.index] = step.round
                     job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
                     job.runners[step.index].release()
-                elif job.is_broke and board.measured:
-                    break
+                elif job.is_broke and (board.measured or step.index != first):
+                    if board.measured:
+                        break  # the best so far wins; until there is one, only the first to go goes on
                 else:
                     await self._sample(job, board, step.index)
         except LaneStuck:
@@ -239,20 +251,16 @@ class Tuner(Generic[Cfg]):
         try:
             async with lane_for(job.device).held(runner.trial.left_behind):
                 await _ready(runner.sampler)
-                start = anyio.current_time()
-                try:
-                    with anyio.fail_after(job.candidate_timeout_s):
-                        board.record(index, _checked(await runner.sampler()))
-                finally:
-                    job.spent_s += anyio.current_time() - start
+                with _timed(job):
+                    board.record(index, _checked(await runner.sampler()))
         except LaneStuck:
             raise
-        except Exception as error:  # one failing candidate is data, never the end of a tune
+        except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
             board.remove(index)
             del job.runners[index]
             job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
         finally:
-            job.left_behind += [thread for thread in runner.trial.left_behind if thread not in job.left_behind]
+            job.note_left_behind(runner.trial)
 
     def _get_measure(self) -> Measure:
         if self._measure is None:
@@ -281,6 +289,18 @@ async def _job_alone(
     if device is None:
         device = settings.default_device or await run_in_thread("finding the device", default_device)
     return TuneJob(candidates, make_fn, args, dict(kwargs), device=device, settings=settings)
+
+
+@contextmanager
+def _timed(job: TuneJob[Any]) -> Iterator[Callable[[], float]]:
+    """Bound a step of a candidate by its timeout, and charge it to the tune; gives the seconds it took."""
+    start, taken = anyio.current_time(), 0.0
+    try:
+        with anyio.fail_after(job.candidate_timeout_s):
+            yield lambda: taken
+    finally:
+        taken = anyio.current_time() - start
+        job.spent_s += taken
 
 
 async def _ready(measure_or_sampler: object) -> None:

@@ -254,3 +254,68 @@ async def test_candidates_timed_in_different_ways_are_not_ranked_as_equals():
         report = (await chain.select(call(), Toy())).report
     assert report.winner == Blocks(2)
     assert [o.how for o in report.outcomes] == ["forward+backward", "forward+backward", "forward"]
+
+
+@pytest.mark.anyio
+async def test_a_spent_budget_ends_the_warm_ups_too():
+    """Once the budget is spent only one candidate goes on, until there is a measurement to answer with."""
+    bench = Bench(
+        costs=0.1, tuner=Tuner(measure=ScriptedMeasure(0.1)), allow={"tune_budget_s": 0.2}, script={"compile_s": 0.0}
+    )
+
+    class Many(Toy):
+        candidates = tuple(map(Blocks, range(1, 25)))
+
+    async with bench.chain as chain:
+        start = anyio.current_time()
+        report = (await chain.select(call(), Many())).report
+        assert anyio.current_time() - start <= 0.45
+    assert report.winner == GUESS
+    assert sum(isinstance(o, Skipped) for o in report.outcomes) >= 20
+
+
+@pytest.mark.anyio
+async def test_what_is_never_tried_does_not_win_by_an_old_timing():
+    """A negative priority is a no, whatever was measured before it was given."""
+
+    class Banned(Wider):
+        def candidate_priority(self, cfg, inv):
+            return -1 if cfg.m == 3 else 0
+
+    bench = Bench(costs=lambda cfg: {1: 0.3, 2: 0.2, 3: 0.01, 4: 0.15}[cfg.m])
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == Blocks(3)
+        assert await chain.choose(call(), Banned()) == Blocks(4)
+
+
+@pytest.mark.parametrize("verdict", [np.True_, np.bool_(True), 1, None])
+def test_a_check_may_answer_with_any_truth(real_backend, verdict):
+    """NumPy's True is true."""
+    outcomes = tune_total(real_backend, lambda expected, actual: verdict).outcomes
+    assert not [o for o in outcomes if isinstance(o, Failed) and o.stage == "check"]
+
+
+def test_nan_on_one_side_is_a_difference():
+    """Equal infinities and equal nans agree; a nan on one side does not."""
+    check = OutputCheck()
+    infinite, nan = np.array([np.inf, 1.0]), np.array([np.nan, 1.0])
+    assert check([infinite], [infinite]) is None
+    assert check([nan], [nan]) is None
+    assert check([infinite], [nan]) == "output 0 is nan where the other is not"
+    assert check([np.ones(2)], [np.ones(2) * 3]) == "output 0 differs by up to 2"
+
+
+@pytest.mark.anyio
+async def test_a_candidate_that_exits_ends_itself_alone():
+    """SystemExit from a candidate is that candidate's outcome, not the service's end."""
+
+    class Exits(ScriptedMeasure):
+        async def compile(self, trial):
+            if trial.cfg.m == 2:
+                raise SystemExit(3)
+            return await super().compile(trial)
+
+    bench = Bench(tuner=Tuner(measure=Exits(0.1)))
+    async with bench.chain as chain:
+        report = (await chain.select(call(), Toy())).report
+    assert report.outcomes[1].message == "SystemExit: 3"

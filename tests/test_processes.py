@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import jax.numpy as jnp
 import pytest
 from hostile import Hostile, decorated, of_tree
@@ -208,3 +210,38 @@ def test_isolation_is_one_of_two():
     """A third kind is refused by name."""
     with pytest.raises(InvalidRequestError, match="isolation='docker'"):
         Tuner(isolation="docker")
+
+
+def test_a_worker_that_died_while_idle_is_replaced(real_backend):
+    """Between two tunes a worker may be killed; the next tune starts another and nobody pays for it."""
+
+    async def main():
+        async with Bench(tuner=Tuner(1, 2, isolation="process")).chain as chain:
+            await chain.choose(Invocation("hostile", (X,), {}), hostile())
+            os.kill(workers()[0], signal.SIGKILL)
+            while workers():
+                await anyio.lowlevel.checkpoint()
+            return (await chain.select(Invocation("hostile", (jnp.ones(512),), {}), hostile())).report
+
+    outcomes = anyio.run(main, backend=real_backend).outcomes
+    assert [type(o) for o in outcomes] == [Measured, Measured], outcomes
+
+
+def test_two_tunes_of_one_tuner_do_not_end_each_others_workers(real_backend):
+    """The workers go when the last tune that uses them is done."""
+    winners = []
+
+    async def main():
+        tuner = Tuner(1, 2, isolation="process")
+
+        async def tune_alone(configs):
+            make = lambda cfg: functools.partial(Hostile().run, cfg=cfg)  # noqa: E731
+            winners.append(await tuner.autotune(make, (X,), {}, configs))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tune_alone, ["fast"])
+            tasks.start_soon(tune_alone, ["slow", "fast"])
+
+    anyio.run(main, backend=real_backend)
+    assert winners == ["fast", "fast"]
+    assert workers() == []

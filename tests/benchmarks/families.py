@@ -97,7 +97,7 @@ FAMILIES = (
     Family("attention", attention, _grid((32, 64, 128, 256, 512), (32, 64, 128, 256, 512)), ((512, 64),) * 3),
     Family("recurrence", recurrence, _grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8)), ((4096, 64), (4096, 64))),
     # Here running dominates compiling.
-    Family("matmul, large", matmul, _grid((64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024)), ((1024, 1024),) * 2),
+    Family("matmul, large", matmul, _grid((64, 128, 256, 512, 768), (64, 128, 256, 512, 768)), ((1536, 1536),) * 2),
 )
 
 
