@@ -7,6 +7,7 @@ step is let go, and everything must be as if that caller had never been.
 from __future__ import annotations
 
 import anyio
+import anyio.lowlevel
 import pytest
 from kernels import BEST, COSTS, Bench, Toy, call
 
@@ -235,14 +236,11 @@ async def test_closing_at_any_await_leaves_nothing_pending(step):
         except Exception as error:
             outcomes.append(type(error).__name__)
 
-    async with anyio.create_task_group() as tasks:
-        async with world.chain:
-            tasks.start_soon(ask)
-            await world.gate.reached.wait()
-            tasks.start_soon(ask)
-            await anyio.wait_all_tasks_blocked()
-        if step == "load":  # a caller of its own: closing does not reach into it
-            world.gate.opened.set()
+    async with anyio.create_task_group() as tasks, world.chain:
+        tasks.start_soon(ask)
+        await world.gate.reached.wait()
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
     assert world.bench.cache.pending() == []
     assert outcomes == ["SelectorClosedError"] * 2
 
@@ -271,3 +269,40 @@ async def test_cancelling_settled_and_the_event_stream_is_harmless():
         world.gate.opened.set()
         await world.chain.settled()
         assert await world.chain.choose(call(), Toy()) == BEST
+
+
+async def test_cancelled_explain_changes_nothing():
+    """Explaining reads the store by itself, so whoever stops it stops nobody else."""
+    world = World("load")
+    async with world.chain, anyio.create_task_group() as tasks:
+        await cancelled_at(world, tasks, world.chain.explain)
+        world.gate.opened.set()
+        assert await world.chain.choose(call(), Toy()) == BEST
+    assert world.bench.tunes == 1
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_closing_while_the_backlog_is_at_work_leaves_nothing_pending(step):
+    """What choose_nowait left for the loop ends with the chain, wherever it is."""
+    world = World(step)
+    async with world.chain:
+        world.chain.choose_nowait(call(), Toy())
+        await world.gate.reached.wait()
+    assert world.bench.cache.pending() == []
+    with anyio.fail_after(1):
+        await world.chain.settled()
+
+
+@pytest.mark.parametrize("step", STEPS[1:])
+async def test_a_chain_that_is_cancelled_while_it_closes_still_ends(step):
+    """The grace for a result that is being stored is bounded, and cancellation from outside passes on."""
+    world = World(step)
+    with anyio.CancelScope() as outer:
+        async with world.chain:
+            world.chain.choose_nowait(call(), Toy())
+            await world.gate.reached.wait()
+            outer.cancel()
+        await anyio.lowlevel.checkpoint()
+        pytest.fail("the cancellation was lost")
+    assert world.bench.cache.pending() == []
+    assert world.bench.sink.names[-1] == "closed"

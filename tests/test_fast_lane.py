@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernels import Blocks, Toy, call
 
 from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, forward_autotune_only, overlay_cache, policy_override
+from asel.cache import Done, Match, Provenance
 from asel.keys import KeyMemo
 from asel.testing import RecordingSink
 
@@ -22,7 +23,7 @@ actions = st.one_of(
     st.tuples(st.just("ask"), st.sampled_from(SIZES)),
     st.tuples(st.just("override"), st.sampled_from(SIZES)),
     st.tuples(st.just("put"), st.sampled_from(SIZES), st.integers(1, 5)),
-    st.tuples(st.just("remember"), st.sampled_from(SIZES), st.sampled_from(["forward", "forward+backward"])),
+    st.tuples(st.just("tuned"), st.sampled_from(SIZES), st.sampled_from(["forward", "forward+backward"])),
     st.tuples(st.just("load"), st.sampled_from(SIZES), st.sampled_from(["forward", "forward+backward", "other"])),
     st.tuples(st.just("clear")),
     st.tuples(st.just("overlay"), st.sampled_from(SIZES), st.integers(6, 9)),
@@ -56,9 +57,10 @@ def test_the_fast_lane_and_the_walk_always_agree(plan, bound):
                     assert (type(last), last.key, last.cfg) == (type(expected), expected.key, expected.cfg)
                 case "put":
                     cache.put(*KEYS[facts[0]].key, Blocks(facts[1]))
-                case "remember":
-                    tune, _ = cache.begin(KEYS[facts[0]].key, KEYS[facts[0]].checksum(facts[1]), object)
-                    cache.finish(KEYS[facts[0]].key, KEYS[facts[0]].checksum(facts[1]), tune, None)
+                case "tuned":
+                    key, checksum = KEYS[facts[0]].key, KEYS[facts[0]].checksum(facts[1])
+                    tune, _ = cache.begin(key, checksum, object)
+                    cache.finish(key, checksum, tune, Done(Blocks(3), Match(), Provenance("autotune")))
                 case "load":
                     checksum = "other" if facts[1] == "other" else KEYS[facts[0]].checksum(facts[1])
                     cache.load(KEYS[facts[0]].key, checksum, Blocks(4))
