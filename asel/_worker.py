@@ -70,12 +70,11 @@ def _unpacked(payload: bytes) -> Any:
     import jax
 
     from asel.measure import Trial
+    from asel.signatures import is_numeric
 
     cfg, fn, args, kwargs, objective, settings, (platform, number) = pickle.loads(payload)
     device = next((d for d in jax.devices(platform) if d.id == number), None) if platform else None
     leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
-    from asel.signatures import is_numeric
-
     placed = [jax.device_put(leaf, device) if is_numeric(leaf) else leaf for leaf in leaves]
     args, kwargs = jax.tree_util.tree_unflatten(structure, placed)
     return Trial(cfg, fn, args, kwargs, device, objective, settings)

@@ -18,9 +18,9 @@ __all__ = [
     "Kernel",
     "Out",
     "bind",
-    "groups_of",
     "kernel",
     "key_builder_of",
+    "ranks_of",
     "variant",
 ]
 
@@ -183,7 +183,7 @@ def variant(kernel: Any, method: str, platform: str, context: str | None) -> Cal
     return None
 
 
-def groups_of(kernel: Any, inv: Any, candidates: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:
+def ranks_of(kernel: Any, inv: Any, candidates: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:
     """Return each candidate's group and priority, where the kernel has a `candidate_priority(cfg, inv)`.
 
     It returns a priority, or a group and a priority. Groups are tried from the highest down until one

@@ -11,7 +11,7 @@ from asel.canonical import Canon, canonical, digest
 from asel.devices import default_device, device_fingerprint, platform_of
 from asel.encoding import Encoder, whereabouts
 from asel.errors import InvalidRequestError, UnstableKeyError
-from asel.kernel import Cfg, groups_of, has_default_candidates, key_builder_of, parameters_of, variant
+from asel.kernel import Cfg, has_default_candidates, key_builder_of, parameters_of, ranks_of, variant
 from asel.memo import Memo
 from asel.signatures import default_device_setting, refuse_if_endless, signature
 
@@ -130,7 +130,7 @@ class Resolved(Generic[Cfg]):
             listed, self.no_candidates, raised = ask("candidate_cfgs", what="candidates")
             self.kernel_raised |= raised
         self.candidates, self.incumbent = _with_incumbent(listed or [], self.heuristic)
-        self.groups = groups_of(kernel, inv, self.candidates)
+        self.groups = ranks_of(kernel, inv, self.candidates)
 
     def checksum(self, objective: Objective) -> str:
         found = self._checksums.get(objective)

@@ -142,9 +142,6 @@ class Scenario:
 
 
 class _SlowStore:
-    def __init__(self) -> None:
-        self.data = {}
-
     async def get(self, *key):
         await anyio.sleep(0.07)
         return  # so that every miss goes on to the tuner
