@@ -1,0 +1,1 @@
+"""Places that keep records: a directory, a document, Redis."""

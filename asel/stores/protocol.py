@@ -1,0 +1,98 @@
+"""What a store promises, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+
+from asel.keys import CacheKey
+from asel.stores.records import Address, Record, Rejected
+
+__all__ = ["Claim", "Store", "claiming"]
+
+
+@dataclass(slots=True)
+class Claim:
+    """How a wait for the right to tune a key ended.
+
+    `held`: the right is this process's, until the block ends or a lease is lost. Not held and no
+    `record`: the wait was over first, and the holder is stuck for all one knows.
+    """
+
+    held: bool = False
+    record: Record | None = None
+    """What was stored for the address while one waited: there is nothing left to tune."""
+    token: str = ""
+    """What a store knows the holder by, where it needs to."""
+
+
+class Store(Protocol):
+    """A place that keeps records for many processes.
+
+    Every method may raise `StoreError`. One that cannot make sense of what it finds tells `on_rejected`,
+    sets it aside, and goes on as if it were not there. May also be an async context manager, which
+    then keeps its connections open meanwhile.
+    """
+
+    on_rejected: Callable[[Rejected], object]
+
+    @property
+    def location(self) -> str:
+        """Where it is, for people to read: never with a secret in it."""
+
+    async def get(self, address: Address) -> Record | None:
+        """Return the record at an address."""
+
+    async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
+        """Store a record and return what is stored: another's, where it was first and `replace` is not asked for.
+
+        Once it returns, the record survives a crash. With a `claim` that was lost meanwhile, nothing is replaced.
+        """
+
+    def claim(self, address: Address, *, wait_s: float = 0.0) -> AbstractAsyncContextManager[Claim]:
+        """Hold the right to tune, exclusively, while the block runs.
+
+        Waits `wait_s` seconds at most, for the right or for a record. A holder that dies loses it.
+        """
+
+    def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
+        """Give every record, or those of one key, in no order."""
+
+    async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
+        """Remove a record, if it still is the expected one; return whether it did."""
+
+
+@asynccontextmanager
+async def claiming(
+    attempt: Callable[[], Awaitable[Callable[[], Awaitable[object]] | None]],
+    look: Callable[[], Awaitable[Record | None]],
+    pause: Callable[[], Awaitable[object]],
+    wait_s: float,
+) -> AsyncIterator[Claim]:
+    """Hold a claim that is won by attempts.
+
+    `attempt` returns the function that gives the claim back, or None where another holds it; when
+    cancelled, it leaves nothing held. `look` returns the record that makes a claim pointless, and
+    `pause` returns when it may be worth trying again.
+    """
+    claim, release = Claim(), None
+    try:
+        with anyio.move_on_after(wait_s) if wait_s > 0 else nullcontext():
+            while (release := await attempt()) is None and wait_s > 0:
+                if (record := await look()) is not None:
+                    claim.record = record
+                    break
+                await pause()
+        claim.held = release is not None
+        if claim.held:  # the holder before may have stored it just now
+            claim.record = await look()
+        yield claim
+    finally:
+        claim.held = False
+        if release is not None:
+            with anyio.CancelScope(shield=True):
+                await release()
