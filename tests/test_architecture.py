@@ -54,6 +54,7 @@ ARROW = [
     "backlog",
     "reading",
     "explaining",
+    "telemetry.names",
     "telemetry.structlog",
     "telemetry.opentelemetry",
     "telemetry",

@@ -1,0 +1,55 @@
+"""What asel calls things in traces and metrics; dashboards and alerts use no others."""
+
+from __future__ import annotations
+
+__all__ = ["ATTRIBUTES", "DURATION_BUCKETS_S", "METRICS", "SPANS"]
+
+SPANS = (
+    "asel.choose",
+    "asel.autotune",
+    "asel.candidate",
+    "asel.candidate.compile",
+    "asel.candidate.measure",
+    "asel.store.get",
+    "asel.store.put",
+    "asel.store.claim",
+)
+
+# Metric: its labels. Never keys or shapes: their number has no bound.
+METRICS: dict[str, tuple[str, ...]] = {
+    "asel.selections": ("asel.op", "asel.tier"),
+    "asel.choose.duration": ("asel.op", "asel.tier", "error.type"),
+    "asel.wait.duration": ("asel.op",),
+    "asel.waiters": ("asel.op",),
+    "asel.tunes.pending": ("asel.op",),
+    "asel.tune.duration": ("asel.op", "asel.device.kind", "error.type"),
+    "asel.candidate.duration": ("asel.op", "asel.stage", "error.type"),
+    "asel.store.duration": ("asel.operation", "error.type"),
+    "asel.background.queue": (),
+    "asel.telemetry.events": (),
+    "asel.telemetry.dropped": ("reason",),
+}
+
+ATTRIBUTES = (
+    "asel.candidate.count",
+    "asel.candidate.index",
+    "asel.config",
+    "asel.declined",
+    "asel.device",
+    "asel.key",
+    "asel.margin",
+    "asel.median",
+    "asel.op",
+    "asel.samples",
+    "asel.stage",
+    "asel.tier",
+    "asel.tune.id",
+    "asel.wait",
+    "error.type",
+)
+
+# From a hit to a tune: 1 us to 300 s.
+DURATION_BUCKETS_S = (
+    1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3,
+    1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
