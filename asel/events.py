@@ -35,6 +35,7 @@ __all__ = [
     "CandidateMeasured",
     "CandidateSkipped",
     "CandidateStart",
+    "ClaimWait",
     "Closed",
     "Event",
     "EventStream",
@@ -47,9 +48,11 @@ __all__ = [
     "Override",
     "PendingJoin",
     "Persisted",
+    "RecordRejected",
     "Sink",
     "Stale",
     "StoreFailed",
+    "StoreRecovered",
 ]
 
 Severity = Literal["debug", "info", "warning", "error"]
@@ -225,6 +228,8 @@ class Persisted(Event):
     tune_id: str
     cfg: Any
     adopted: bool
+    conflict: Literal["duplicated_key", "key_out_of_sync"] | None = None
+    """Who was first: this very process, or another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +289,38 @@ class StoreFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRecovered(Event):
+    """The store works again after it failed for `failing_s` seconds."""
+
+    name: ClassVar[str] = "store_recovered"
+    severity: ClassVar[Severity] = "info"
+    operation: str
+    failing_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRejected(Event):
+    """Something in the store could not be used, and counts as a miss."""
+
+    name: ClassVar[str] = "record_rejected"
+    severity: ClassVar[Severity] = "warning"
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimWait(Event):
+    """A tune waited for another process that was tuning the same key.
+
+    It ended with that one's record, with the claim, or because the wait was over: then both tune.
+    """
+
+    name: ClassVar[str] = "claim_wait"
+    waited_s: float
+    outcome: Literal["record", "held", "timed_out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoAnswer(Event):
     """Every tier declined."""
 
@@ -301,6 +338,8 @@ class Closed(Event):
     severity: ClassVar[Severity] = "info"
     cancelled: int
     abandoned: tuple[str, ...]
+    unsaved: int = 0
+    """The results that never reached the store."""
 
 
 class Sink(Protocol):
