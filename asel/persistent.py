@@ -80,12 +80,10 @@ class PersistentCache(Generic[Cfg]):
             )
         self.opname = opname
         self.store: Store = open_store(_default_root() / opname if path is None else path)
-        self.shipped: tuple[Store, ...] = tuple(map(open_store, shipped))
+        self.shipped: tuple[Store, ...] = tuple(open_store(location, read_only=True) for location in shipped)
         self._codec: Codec[Cfg] = Codec(loader, dumper, cfg_type)
         self._listeners: list[Callable[[Rejected], object]] = []
         self._warned: set[Address] = set()
-        self._stack: AsyncExitStack | None = None
-        self._users = 0
         for store in self._layers:
             store.on_rejected = self._reject
 
@@ -268,19 +266,19 @@ class PersistentCache(Generic[Cfg]):
     # Its connections.
 
     async def __aenter__(self) -> Self:
-        self._users += 1
-        if self._users == 1:
-            self._stack = AsyncExitStack()
-            for store in self._layers:
-                if isinstance(store, AbstractAsyncContextManager):
-                    await self._stack.enter_async_context(store)
+        async with AsyncExitStack() as stack:
+            for store in self._connected:
+                await stack.enter_async_context(store)
+            stack.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._users -= 1
-        if self._users == 0 and self._stack is not None:
-            stack, self._stack = self._stack, None
-            await stack.aclose()
+        for store in reversed(self._connected):
+            await store.__aexit__(None, None, None)
+
+    @property
+    def _connected(self) -> list[AbstractAsyncContextManager[Any]]:
+        return [store for store in self._layers if isinstance(store, AbstractAsyncContextManager)]
 
     # Between records and configs.
 

@@ -14,10 +14,10 @@ from asel.stores.records import Address, Record, Rejected
 __all__ = ["Address", "Claim", "DirectoryStore", "DocumentStore", "Record", "Rejected", "Store", "open_store"]
 
 
-def open_store(location: Any) -> Store:
+def open_store(location: Any, *, read_only: bool = False) -> Store:
     """Return the store at a location: a Redis URL, a `*.json` document, a directory, or a store itself.
 
-    Nothing is read or made yet.
+    Nothing is read or made yet. A directory that is `read_only` keeps even what is bad in it where it is.
 
     Raises:
         InvalidRequestError: it is none of these.
@@ -32,7 +32,7 @@ def open_store(location: Any) -> Store:
         if "://" in location:
             scheme = location.partition("://")[0]
             raise InvalidRequestError(f"{scheme}:// is no store; use a path, or a redis:// or rediss:// URL")
-        return DocumentStore(location) if location.endswith(".json") else DirectoryStore(location)
+        return DocumentStore(location) if location.endswith(".json") else DirectoryStore(location, read_only=read_only)
     if all(hasattr(location, method) for method in ("get", "put", "claim", "records", "delete")):
         return location  # type: ignore[no-any-return]
     raise InvalidRequestError(

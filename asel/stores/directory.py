@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
 
+from asel.errors import StoreError
 from asel.keys import CacheKey
 from asel.stores.files import create, file_claim, in_thread, is_temporary, opened, overwrite, read, set_aside
 from asel.stores.protocol import Claim
@@ -32,8 +33,9 @@ _BATCH = 256
 class DirectoryStore:
     """Keeps each record in a file of its own. Safe for many threads and processes at once."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.root = Path(root).expanduser().absolute()
+        self.read_only = read_only
         self.on_rejected: Callable[[Rejected], object] = log_rejected
 
     def __repr__(self) -> str:
@@ -51,6 +53,8 @@ class DirectoryStore:
         return found
 
     async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
+        if self.read_only:
+            raise StoreError(f"{self.location} is only read", location=self.location)
         contents = record.to_json().encode()
         while True:
             write = partial(self._write, record.address, contents, replace)
@@ -109,6 +113,8 @@ class DirectoryStore:
 
     def _reject(self, shard: str, name: str, key: CacheKey | None, reason: str) -> Rejected | None:
         where = f"{shard}/{name}"
+        if self.read_only:
+            return Rejected(str(self.root / where), reason, key)
         try:
             with opened(self.root) as root, opened(shard, inside=root) as directory:
                 where = set_aside(name, directory, root)
@@ -133,7 +139,8 @@ class DirectoryStore:
             with opened(self.root) as root, opened(shard, inside=root) as directory:
                 for name in sorted(os.listdir(directory)):
                     if is_temporary(name):
-                        _sweep(name, directory)
+                        if not self.read_only:
+                            _sweep(name, directory)
                     elif name.endswith(".json"):
                         yield name
         except (FileNotFoundError, NotADirectoryError):

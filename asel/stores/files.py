@@ -80,13 +80,16 @@ def read(name: str, directory: int, most: int = MOST_BYTES) -> bytes:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise RecordError("it is a link or a device, not a file") from error
         raise
-    with os.fdopen(file, "rb") as stream:
+    try:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode):
             raise RecordError("it is not a plain file")
         if facts.st_size > most:
             raise RecordError(f"it has {facts.st_size:,} bytes, and at most {most:,} are read")
-        return stream.read(most + 1)
+        with os.fdopen(file, "rb", closefd=False) as stream:
+            return stream.read(most + 1)
+    finally:
+        os.close(file)
 
 
 def create(name: str, contents: bytes, directory: int) -> bool:
