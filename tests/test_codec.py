@@ -141,7 +141,7 @@ def test_a_new_field_with_a_default_is_no_reason_to_tune_again():
 )
 def test_what_cannot_be_stored_says_so(cfg, cfg_type):
     """At the put, not at a later get; and the message says what to do."""
-    with pytest.raises(InvalidRequestError, match="cannot be stored.*dumper"):
+    with pytest.raises(InvalidRequestError, match=r"cannot be stored.*dumper"):
         Codec(cfg_type=cfg_type).dump(cfg)
 
 

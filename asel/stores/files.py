@@ -183,7 +183,7 @@ class FileClaim:
 
     def take(self) -> bool:
         """Return whether the lock is ours now."""
-        _make_all(self._path.parent)
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # a lock need not outlive a power cut
         try:
             self._lock.acquire(blocking=False)
         except filelock.Timeout:
