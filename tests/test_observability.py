@@ -375,7 +375,6 @@ def test_a_container_is_pinned_private_and_asked_for_its_health(name):
     service = SERVICES[name]
     assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+\.\d+", service["image"])
     assert "healthcheck" in service or f"{name}-health" in SERVICES
-    assert service.get("network_mode") in (None, "service:collector")
     for port in service.get("ports", []):
         assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port)
     for volume in service.get("volumes", []):
@@ -386,7 +385,7 @@ def test_a_container_is_pinned_private_and_asked_for_its_health(name):
         else:
             assert source in COMPOSE["volumes"]
     assert not [key for key in service.get("environment", {}) if re.search("PASSWORD|SECRET|TOKEN|KEY", key)]
-    assert not {"privileged", "env_file", "secrets", "build"} & set(service)
+    assert not {"privileged", "network_mode", "env_file", "secrets", "build"} & set(service)
 
 
 def test_grafana_finds_what_it_is_given():
