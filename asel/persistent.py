@@ -11,24 +11,25 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Self
 
 import platformdirs
 
+from asel import moving
 from asel.codec import Codec
 from asel.errors import InvalidRequestError
 from asel.kernel import Cfg
 from asel.keys import CacheKey
+from asel.moving import Imported
 from asel.outcomes import TuneReport
 from asel.persistence import Sought, Stored
 from asel.stores import open_store
-from asel.stores.document import records_in
 from asel.stores.protocol import Claim, Store
-from asel.stores.records import SCHEMA, Address, Record, RecordError, Rejected, environment_digest, log_rejected
+from asel.stores.records import Address, Record, RecordError, Rejected, environment_digest, log_rejected
 
-__all__ = ["Imported", "PersistentCache"]
+__all__ = ["PersistentCache"]
 
 logger = logging.getLogger("asel")
 _NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
@@ -37,17 +38,6 @@ _PROCESS = uuid.uuid4().hex[:12]
 
 def _writer() -> str:
     return f"{_PROCESS}-{os.getpid()}"  # a forked child is another writer
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """What became of the records of a document."""
-
-    imported: int
-    skipped: tuple[tuple[Address, str], ...] = ()
-    """What was there already."""
-    mismatched: tuple[tuple[str, str], ...] = ()
-    """What could not be taken in, and why."""
 
 
 class PersistentCache(Generic[Cfg]):
@@ -208,9 +198,7 @@ class PersistentCache(Generic[Cfg]):
 
     async def export(self, filter: Callable[[Record], bool] | None = None) -> dict[str, Any]:
         """Return the records as a document: JSON, to be imported elsewhere or shipped as a `*.json` file."""
-        records = [record async for record in self.records() if filter is None or filter(record)]
-        lines = [record.line() for record in sorted(records, key=lambda record: record.address)]
-        return {"asel": SCHEMA, "records": list(map(json.loads, lines))}
+        return await moving.export(self.store, filter)
 
     async def import_(self, document: Mapping[str, Any]) -> Imported:
         """Take in an exported document. What is there already stays as it is, so doing it twice changes nothing.
@@ -218,23 +206,7 @@ class PersistentCache(Generic[Cfg]):
         Raises:
             InvalidRequestError: it is no document, or of another version.
         """
-        try:
-            table, bad = records_in(document, "the document")
-        except RecordError as error:
-            raise InvalidRequestError(f"this cannot be imported: {error}") from error
-        mismatched = [(rejected.where, rejected.reason) for rejected in bad]
-        imported, skipped = 0, []
-        for address, record in table.items():
-            try:
-                self._codec.load(record.cfg)
-            except RecordError as error:
-                mismatched.append((f"the record of {address.key}", str(error)))
-                continue
-            if await self.store.get(address) is not None or await self.store.put(record) != record:
-                skipped.append((address, "there already"))
-            else:
-                imported += 1
-        return Imported(imported, tuple(skipped), tuple(mismatched))
+        return await moving.import_(self.store, document, self._codec.load)
 
     async def prune(
         self,
@@ -248,20 +220,7 @@ class PersistentCache(Generic[Cfg]):
         `older_than` is an age in seconds. `not_environment` names what was measured with other software;
         what a user put was not measured, and stays.
         """
-        if predicate is None and older_than is None and not_environment is None:
-            raise InvalidRequestError("prune: say what to delete: a predicate, older_than= or not_environment=")
-        age_s = older_than.total_seconds() if isinstance(older_than, datetime.timedelta) else older_than
-        now, deleted = time.time(), 0
-        condemned = [
-            record
-            async for record in self.records()
-            if (predicate is not None and predicate(record))
-            or (age_s is not None and now - record.created > age_s)
-            or (not_environment is not None and record.environment and record.environment != dict(not_environment))
-        ]
-        for record in condemned:
-            deleted += await self.store.delete(record.address, expected=record)
-        return deleted
+        return await moving.prune(self.store, predicate, older_than, not_environment)
 
     # Its connections.
 

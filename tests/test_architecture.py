@@ -41,6 +41,7 @@ ARROW = [
     "stores",
     "codec",
     "persistence",
+    "moving",
     "persistent",
     "measure",
     "lanes",
