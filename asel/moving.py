@@ -49,10 +49,12 @@ async def import_(store: Store, document: Mapping[str, Any], load: Callable[[Any
         except RecordError as error:
             mismatched.append((f"the record of {address.key}", str(error)))
             continue
-        if (there := await store.get(address)) is not None or (there := await store.put(record)) != record:
-            skipped.append((address, "there already" + ("" if there.cfg == record.cfg else ", with another config")))
-        else:
+        before = await store.get(address)
+        stored = before or await store.put(record)
+        if before is None and stored == record:
             imported += 1
+        else:
+            skipped.append((address, "there already" + ("" if stored.cfg == record.cfg else ", with another config")))
     return Imported(imported, tuple(skipped), tuple(mismatched))
 
 

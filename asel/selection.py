@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self
@@ -108,7 +108,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._seen_outside: Memo[bool] = Memo(65_536)
         self._loop: LoopHandle | None = None
         self._tasks: TaskGroup | None = None
-        self._helpers = [helper for helper in (self.tuner, persistent) if hasattr(helper, "__aenter__")]
+        self._helpers = AsyncExitStack()
         self._closed = False
         self._frozen = False
         self._cut_short = 0
@@ -506,8 +506,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             raise InvalidRequestError("this chain is open already; share the object instead of entering it again")
         self._bind_loop()
         self._closed = False
-        for helper in self._helpers:
-            await helper.__aenter__()
+        async with AsyncExitStack() as stack:
+            for helper in (self.tuner, self.persistent):
+                if hasattr(helper, "__aenter__"):
+                    await stack.enter_async_context(helper)
+            self._helpers = stack.pop_all()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tuning.open(self._tasks)
@@ -559,8 +562,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         finally:
             if self._keeper is not None:
                 await self._keeper.close(start + self.close_grace_s)
-            for helper in reversed(self._helpers):
-                await helper.__aexit__(None, None, None)
+            await self._helpers.aclose()
             self._events(
                 Closed(
                     key=None,
