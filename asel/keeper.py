@@ -7,6 +7,7 @@ one timeout now and then. A result that could not be stored is kept, and stored 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -164,19 +165,28 @@ class Keeper(Generic[Cfg]):
 
         `on_wait` is called where another process holds it and `wait_s` allows to wait.
         """
-        claim, start = Claim(), self._events.now()
-        async with AsyncExitStack() as stack:
-            if self._health.why_not("claim") is None:
-                try:
-                    claim = await self._claimed(stack, sought, wait_s, on_wait)
-                    self._health.worked("claim", sought.key)
-                    self._tell_wait(sought.key, claim, start)
-                except Exception as error:
-                    self._health.failed("claim", error, sought.key, start)
-                except BaseException:
-                    self._health.let_go("claim")
-                    raise
+        claim, start, stack = Claim(), self._events.now(), AsyncExitStack()
+        if self._health.why_not("claim") is None:
+            try:
+                claim = await self._claimed(stack, sought, wait_s, on_wait)
+                self._health.worked("claim", sought.key)
+                self._tell_wait(sought.key, claim, start)
+            except Exception as error:
+                self._health.failed("claim", error, sought.key, start)
+            except BaseException:
+                self._health.let_go("claim")
+                raise
+        try:
             yield claim
+        finally:
+            await self._give_back(stack, sought.key)
+
+    async def _give_back(self, stack: AsyncExitStack, key: CacheKey) -> None:
+        start = self._events.now()
+        try:
+            await stack.__aexit__(*sys.exc_info())
+        except Exception as error:  # it ends with this process at the latest
+            self._health.failed("claim", error, key, start)
 
     async def _claimed(
         self, stack: AsyncExitStack, sought: Sought[Cfg], wait_s: float, on_wait: Callable[[], object]

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from kernels import BEST, GUESS, TUNE_S, Bench, Blocks, Toy, call
 
-from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain
+from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, SelectorClosedError
 from asel.persistence import Stored
 from asel.stores.protocol import Claim
 
@@ -24,6 +24,7 @@ class Place:
         self.hung = set()
         self.asked = []
         self.claimed_elsewhere = None
+        self.held = 0
         self.listeners = []
 
     async def _answer(self, operation):
@@ -49,7 +50,11 @@ class Place:
     async def claim(self, sought, wait_s):
         await self._answer("claim")
         if self.claimed_elsewhere is None:
-            yield Claim(held=True)
+            self.held += 1
+            try:
+                yield Claim(held=True)
+            finally:
+                self.held -= 1
             return
         with anyio.move_on_after(wait_s):
             await self.claimed_elsewhere.wait()
@@ -372,3 +377,84 @@ async def test_without_async_with_claims_and_saves_work_the_same():
     assert len(place.kept) == 1
     other = ConfigSelectorChain(ConfigCache(), AutotunePolicy(), persistent=place, sinks=[])
     assert (await other.select(call(), Toy())).tier == "persistent"
+
+
+async def test_closing_ends_a_wait_for_another_process():
+    """Whoever waited is told that the chain closed, at once."""
+    place = Place()
+    place.claimed_elsewhere = anyio.Event()
+    bench = bench_over(place)
+
+    async def ask():
+        with pytest.raises(SelectorClosedError):
+            await bench.chain.choose(call(), Toy())
+
+    async with anyio.create_task_group() as tasks:
+        async with bench.chain:
+            tasks.start_soon(ask)
+            await anyio.sleep(1)
+            start = anyio.current_time()
+        assert anyio.current_time() == start
+
+
+async def test_a_cancelled_caller_leaves_the_wait_for_another_process_to_the_chain():
+    """The tune belongs to the chain, and so does its claim."""
+    place = Place()
+    place.claimed_elsewhere = anyio.Event()
+    bench = bench_over(place)
+    async with bench.chain as chain:
+        with anyio.move_on_after(1):
+            await chain.choose(call(), Toy())
+        place.claimed_elsewhere.set()
+        await chain.settled()
+        assert (await chain.select(call(), Toy())).tier == "memory"
+    assert bench.tunes == 1
+
+
+async def test_without_async_with_the_next_waiter_claims_anew():
+    """A cancelled carrier gives its claim back; who carries on asks for it again."""
+    place = Place()
+    bench = bench_over(place)
+    answers = []
+
+    async def ask():
+        answers.append(await bench.chain.choose(call(), Toy()))
+
+    async with anyio.create_task_group() as tasks:
+        with anyio.move_on_after(TUNE_S / 2):
+            tasks.start_soon(anyio.sleep, 0)
+            async with anyio.create_task_group() as first:
+                first.start_soon(ask)
+                await anyio.sleep(TUNE_S / 4)
+                tasks.start_soon(ask)
+                await anyio.sleep_forever()
+    assert answers == [BEST]
+    assert (place.asked.count("claim"), place.held, bench.tunes) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("broken", ["compile", "put"])
+async def test_a_claim_is_given_back_however_the_tune_ends(broken):
+    """Success, failure of every candidate, failure of the put."""
+    place = Place()
+    script = {"compile_errors": lambda cfg: ValueError("no")} if broken == "compile" else {}
+    place.broken = {broken}
+    bench = bench_over(place, script=script)
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        await chain.settled()
+        assert place.held == 0
+
+
+async def test_a_claim_that_cannot_be_given_back_harms_nobody():
+    """What was found is found."""
+
+    class Sticky(Place):
+        @asynccontextmanager
+        async def claim(self, sought, wait_s):
+            yield Claim(held=True)
+            raise OSError("it sticks")
+
+    bench = bench_over(Sticky())
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+    assert [event.operation for event in bench.sink.named("store_error")] == ["claim"]
