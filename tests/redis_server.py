@@ -87,12 +87,6 @@ class RedisServer:
         """Another client than the one under test, and a blocking one."""
         return redis.Redis(port=self.port, db=db, password=self.password)
 
-    def calls(self) -> dict[str, int]:
-        """How often each command was run, since `CONFIG RESETSTAT`."""
-        with self.client() as client:
-            stats = client.info("commandstats")
-        return {name.removeprefix("cmdstat_"): one["calls"] for name, one in stats.items()}
-
 
 def free_port() -> int:
     with socket.socket() as one:

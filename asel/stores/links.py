@@ -111,12 +111,19 @@ class _Opening:
         self.scope = anyio.CancelScope(shield=True)
         self.wire: Wire | None = None
         self.error: Exception | None = None
+        self.dropped = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it failed, or what it made was lost."""
+        return self.over.is_set() and not (self.wire is not None and self.wire.usable)
 
     def started(self, _: object = None) -> None:
         """What a connection calls once it can be used."""
         self.over.set()
 
     def drop(self, reason: str) -> None:
+        self.dropped = True
         if self.wire is not None:
             self.wire.drop(reason)
         else:
@@ -178,44 +185,46 @@ class Link:
 
     async def _within_time(self, request: Callable[[Wire], Any], *, once: bool = False) -> Any:
         target, trouble = self._target, f"did not answer within {self._target.timeout_s:g} s: is it up, and near?"
+        used: list[_Opening] = []
         with anyio.move_on_after(target.timeout_s) as scope:
             try:
-                return await self._on_a_live_wire(request, once)
+                return await self._on_a_live_wire(request, used, once)
             except Exception as error:
                 trouble = explain(error, target)
-        if scope.cancelled_caught and self._latest is not None:
+        if scope.cancelled_caught:
             # It may never answer, and what it answers late is not wanted. The next call makes a new one.
-            self._latest.drop(f"no answer within {target.timeout_s:g} s")
+            used[-1].drop(f"no answer within {target.timeout_s:g} s")
         # Outside the handler: what Redis said may repeat the password, and would be this error's context.
         raise StoreError(f"Redis at {target.location} {trouble}", location=target.location)
 
-    async def _on_a_live_wire(self, request: Callable[[Wire], Any], once: bool) -> Any:
-        wire, is_new = await self._connected()
+    async def _on_a_live_wire(self, request: Callable[[Wire], Any], used: list[_Opening], once: bool) -> Any:
+        latest = self._latest
+        wire = await self._connected(used)
         try:
             return await request(wire)
         except BusyLoadingError:
             raise
         except ConnectionError:
-            # An old connection may have died unnoticed, before Redis heard of this or after.
-            if is_new or once or self._closed:
+            # An old connection may have died unnoticed, before Redis heard of this or after; or another
+            # caller's time was up.
+            is_old = used[-1] is latest or used[-1].dropped
+            if once or self._closed or not is_old:
                 raise
-        wire, _ = await self._connected()
-        return await request(wire)
+        return await request(await self._connected(used))
 
-    async def _connected(self) -> tuple[Wire, bool]:
-        opening = self._latest
-        if opening is not None and opening.wire is not None and opening.wire.usable:
-            return opening.wire, False
-        if self._closed:
-            raise ConnectionError("the store was closed")
-        if opening is None or opening.over.is_set():
-            opening = self._latest = _Opening()
-            self._tasks.start_soon(self._open, opening)
-        await opening.over.wait()
-        if opening.error is not None:
-            raise opening.error
-        assert opening.wire is not None
-        return opening.wire, True
+    async def _connected(self, used: list[_Opening]) -> Wire:
+        while not self._closed:
+            opening = self._latest
+            if opening is None or opening.dropped or opening.ended:
+                opening = self._latest = _Opening()
+                self._tasks.start_soon(self._open, opening)
+            used.append(opening)
+            await opening.over.wait()
+            if opening.wire is not None and opening.wire.usable and not opening.dropped:
+                return opening.wire
+            if opening.error is not None and not opening.dropped:
+                raise opening.error
+        raise ConnectionError("the store was closed")
 
     async def _open(self, opening: _Opening) -> None:
         target = self._target

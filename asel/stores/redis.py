@@ -124,16 +124,14 @@ class RedisStore:
         raise StoreError(f"somebody keeps writing what is no record to {self.location}", location=self.location)
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
-        digest, tagged = address.digest.encode(), b""
         keys = [self._names.record(address), self._names.index(address.key_digest)]
         async with self._link() as link:
-            if expected is not None:
-                found, record = await self._look(link, address)
-                if record is None or record != expected:
-                    return False
-                tagged = tag(found)
+            found, record = await self._look(link, address)
+            if record is None or record != (expected or record):
+                return False
+            tagged = tag(found) if expected is not None else b""
             # Sent once: a second time it would find nothing, and say that it did nothing.
-            return bool(await link.run(DELETE, keys, tagged, digest, once=True))
+            return bool(await link.run(DELETE, keys, tagged, address.digest, once=True))
 
     @asynccontextmanager
     async def claim(self, address: Address, *, wait_s: float = 0.0) -> AsyncIterator[Claim]:
@@ -150,28 +148,24 @@ class RedisStore:
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
         # No link is held while the reader has a record in hand: it may never come back for the next.
-        pages = self._all_digests() if key is None else self._digests_of(key)
         seen: set[bytes] = set()
-        async for digests in pages:
+        cursor: bytes | None = b"0"
+        while cursor is not None:
+            cursor, digests = await self._digests(key, cursor)
             fresh = [digest for digest in dict.fromkeys(digests) if digest not in seen]
             seen.update(fresh)
             for start in range(0, len(fresh), _PAGE):
                 for record in await self._page(fresh[start : start + _PAGE], key):
                     yield record
 
-    async def _all_digests(self) -> AsyncIterator[list[bytes]]:
-        start, cursor = self._names.records, b"0"
-        while True:
-            async with self._link() as link:
-                cursor, names = await link.call(b"SCAN", cursor, b"MATCH", start + b"*", b"COUNT", 512)
-            yield [name.removeprefix(start) for name in names]
-            if cursor == b"0":
-                return
-
-    async def _digests_of(self, key: CacheKey) -> AsyncIterator[list[bytes]]:
+    async def _digests(self, key: CacheKey | None, cursor: bytes) -> tuple[bytes | None, list[bytes]]:
+        """Return some digests, and where to go on, if there are more."""
+        start = self._names.records
         async with self._link() as link:
-            digests = await link.run(MEMBERS, [self._names.index(key_digest(key))])
-        yield digests
+            if key is not None:
+                return None, await link.run(MEMBERS, [self._names.index(key_digest(key))])
+            cursor, names = await link.call(b"SCAN", cursor, b"MATCH", start + b"*", b"COUNT", 512)
+        return None if cursor == b"0" else cursor, [name.removeprefix(start) for name in names]
 
     async def _page(self, digests: list[bytes], key: CacheKey | None) -> list[Record]:
         names = self._names
