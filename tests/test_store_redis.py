@@ -371,6 +371,24 @@ def test_a_claim_is_lost_when_redis_is_gone_for_its_length(real_backend):
         anyio.run(main, backend=real_backend)
 
 
+@both_ways
+def test_a_restarted_redis_has_forgotten_the_lease(real_backend, is_open):
+    """Whoever held a claim in it no longer does, says so, and leaves as if nothing were."""
+
+    async def main() -> None:
+        store = RedisStore(server.url(), lease_s=10, renew_s=0.05)
+        async with open_or_not(store, is_open), within(5):
+            async with store.claim(ADDRESS) as claim:
+                server.restart()
+                await until(lambda: not claim.held)
+                async with RedisStore(server.url()).claim(ADDRESS) as theirs:
+                    assert theirs.held
+            await works(store)
+
+    with RedisServer() as server:
+        anyio.run(main, backend=real_backend)
+
+
 @pytest.fixture
 def pausing(monkeypatch):
     """How often a waiter came to its pause."""
@@ -531,7 +549,7 @@ def test_a_redis_that_is_gone_and_comes_back(real_backend, is_open):
 
 
 @both_ways
-def test_a_black_hole(real_backend, is_open):
+def test_a_black_hole(real_backend, is_open, caplog):
     """Something that never answers costs `timeout_s`, also where it takes any number of connections."""
 
     async def main(port: int) -> None:
@@ -542,6 +560,7 @@ def test_a_black_hole(real_backend, is_open):
 
     with black_hole() as port:
         anyio.run(main, port, backend=real_backend)
+    assert not caplog.records
 
 
 def test_a_waiter_hears_that_redis_is_gone(real_backend, pausing):
@@ -721,6 +740,37 @@ def test_passwords(real_backend, caplog):
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
+def test_users(real_backend):
+    """A user who may do no more than asel needs can do all of it; one who may do less is told so."""
+
+    async def main() -> None:
+        with server.client() as client:
+            needs = [
+                "~team:*",
+                "resetchannels",
+                "&team:*",
+                "+@scripting",
+                "+@read",
+                "+@write",
+                "+@pubsub",
+                "+@connection",
+                "-@dangerous",
+            ]
+            client.execute_command("ACL", "SETUSER", "enough", "on", ">hunter2", *needs)
+            client.execute_command("ACL", "SETUSER", "foreign", "on", ">hunter2", "~x:*", "+@all")
+            client.execute_command("ACL", "SETUSER", "reader", "on", ">hunter2", "~*", "+@all", "-@write")
+            client.execute_command("ACL", "SETUSER", "nobody", "on", ">hunter2", "-@all", "+hello", "+select")
+        password = "hunter2"
+        await works(RedisStore(f"redis://enough:hunter2@127.0.0.1:{server.port}?prefix=team"))
+        for user in ["foreign", "reader", "nobody"]:
+            with pytest.raises(StoreError, match=r"does not allow this user .* ~team:\*") as raised:
+                await RedisStore(f"redis://{user}:{password}@127.0.0.1:{server.port}?prefix=team").put(record())
+            assert "hunter2" not in every_word(raised.value)
+
+    with RedisServer() as server:
+        anyio.run(main, backend=real_backend)
+
+
 def test_what_repeats_the_password_is_not_repeated(real_backend, caplog):
     """An old Redis answers HELLO by saying all that it was sent; a stranger may say anything."""
     caplog.set_level(logging.DEBUG)
@@ -841,6 +891,17 @@ def test_the_location_has_no_secrets(url, location):
     """People read which Redis it is, and nothing else."""
     assert RedisStore(url).location == location
     assert repr(RedisStore(url)) == f"RedisStore({location!r})"
+
+
+def test_a_host_that_cannot_be_looked_up(real_backend):
+    """Whatever is wrong with a name, it is an error of the store."""
+
+    async def main() -> None:
+        for host in ["no-such-host.invalid", "a..b", "x" * 70]:
+            with pytest.raises(StoreError, match="Redis at redis://"):
+                await RedisStore(f"redis://{host}?timeout_s=1").get(ADDRESS)
+
+    anyio.run(main, backend=real_backend)
 
 
 def test_leases_are_renewed_before_they_end():

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 from anyio.abc import ByteStream, TaskGroup
 from coredis.connection import BaseConnection, TCPLocation
-from coredis.exceptions import BusyLoadingError, ConnectionError, NoScriptError, RedisError
+from coredis.exceptions import BusyLoadingError, ConnectionError, NoScriptError
 
 from asel.errors import StoreError
 from asel.stores.refusals import explain
@@ -239,7 +239,7 @@ class Link:
                     )
                 opening.wire = Wire(stream, target)
                 await opening.wire.run(task_status=opening)
-        except (OSError, RedisError, anyio.BrokenResourceError, anyio.EndOfStream) as error:
+        except Exception as error:  # a host that cannot be spelt is a UnicodeError
             opening.error = error
         finally:
             opening.error = opening.error or ConnectionError("the connection was closed")
