@@ -320,11 +320,11 @@ def test_a_heartbeat_keeps_the_lease(server, real_backend, is_open):
     """A claim lasts as long as its block, however short the lease."""
 
     async def main() -> None:
-        store = RedisStore(server.url(), lease_s=0.4, renew_s=0.05)
+        store = RedisStore(server.url(), lease_s=0.3, renew_s=0.03)
         async with open_or_not(store, is_open), store.claim(ADDRESS) as claim:
             token = claim.token
             with server.client() as client:
-                for _ in range(60):
+                for _ in range(40):
                     await anyio.sleep(0.01)
                     assert client.get(LEASE) == token.encode()
             assert claim.held
@@ -461,7 +461,7 @@ from store_contract import record
 from asel.stores.redis import RedisStore
 
 async def main():
-    async with RedisStore(sys.argv[1], lease_s=1.0, renew_s=0.2).claim(record().address) as claim:
+    async with RedisStore(sys.argv[1], lease_s=0.6, renew_s=0.1).claim(record().address) as claim:
         print(claim.held, flush=True)
         await anyio.sleep_forever()
 
@@ -475,8 +475,8 @@ def test_a_killed_holder_is_replaced_when_its_lease_ends(server, real_backend):
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
 
     async def main() -> None:
-        store = RedisStore(server.url(), lease_s=1.0, renew_s=0.2)
-        async with store.claim(ADDRESS, wait_s=0.3) as claim:
+        store = RedisStore(server.url(), lease_s=0.6, renew_s=0.1)
+        async with store.claim(ADDRESS, wait_s=0.7) as claim:
             assert not claim.held  # it is alive and renews
         holder.send_signal(signal.SIGKILL)
         with server.client() as client:
@@ -553,7 +553,7 @@ def test_a_black_hole(real_backend, is_open, caplog):
     """Something that never answers costs `timeout_s`, also where it takes any number of connections."""
 
     async def main(port: int) -> None:
-        store = RedisStore(f"redis://127.0.0.1:{port}?timeout_s=0.3")
+        store = RedisStore(f"redis://127.0.0.1:{port}?timeout_s=0.2")
         async with open_or_not(store, is_open):
             await every_operation_fails(store, 1.2)
             await every_operation_fails(store, 1.2)
@@ -781,12 +781,13 @@ def test_what_repeats_the_password_is_not_repeated(real_backend, caplog):
         b"-ERR " + SECRET.encode() + b"\r\n",
         b"+" + SECRET.encode() + b"\r\n",
         SECRET.encode() + b"\r\n",
+        b"-ERR " + repr(SECRET).upper().encode() + b" " * 290 + SECRET[:8].encode() + b"\r\n",
         b"HTTP/1.1 400 Bad Request\r\n\r\n" + QUOTED.encode(),
     ]
 
     async def main(port: int) -> None:
         for error in await every_operation_fails(RedisStore(f"redis://:{QUOTED}@127.0.0.1:{port}?timeout_s=0.5"), 4):
-            assert "hunter2" not in every_word(error)
+            assert "hunter2" not in every_word(error).lower()
 
     for answer in answers:
         with in_front_of(0, answer=answer) as port:
@@ -819,8 +820,8 @@ def test_tls(server, real_backend, tmp_path):
         for url in [
             f"rediss://localhost:{port}?ssl_ca_certs={paths['ca']}&{own}",  # another host than it is for
             f"rediss://127.0.0.1:{port}?ssl_ca_certs={paths['ca']}",  # without a certificate of one's own
-            f"redis://127.0.0.1:{port}?timeout_s=1",
-            f"rediss://127.0.0.1:{server.port}?timeout_s=1",
+            f"redis://127.0.0.1:{port}?timeout_s=0.3",
+            f"rediss://127.0.0.1:{server.port}?timeout_s=0.3",
         ]:
             with pytest.raises(StoreError):
                 await RedisStore(url).get(ADDRESS)

@@ -112,6 +112,7 @@ class _Opening:
         self.wire: Wire | None = None
         self.error: Exception | None = None
         self.dropped = False
+        self.welcome = False
 
     @property
     def ended(self) -> bool:
@@ -120,6 +121,7 @@ class _Opening:
 
     def started(self, _: object = None) -> None:
         """What a connection calls once it can be used."""
+        self.welcome = True
         self.over.set()
 
     def drop(self, reason: str) -> None:
@@ -190,7 +192,7 @@ class Link:
             try:
                 return await self._on_a_live_wire(request, used, once)
             except Exception as error:
-                trouble = explain(error, target)
+                trouble = explain(error, target, is_greeting=not any(one.welcome for one in used[-1:]))
         if scope.cancelled_caught:
             # It may never answer, and what it answers late is not wanted. The next call makes a new one.
             used[-1].drop(f"no answer within {target.timeout_s:g} s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import quote
 
 from coredis.exceptions import (
     AuthenticationFailureError,
@@ -19,14 +18,15 @@ from asel.stores.targets import Target
 
 __all__ = ["explain"]
 
-# The class coredis gives it, the word Redis itself begins with (a script's error has it inside), and our words.
+# The class coredis gives it, the words Redis itself begins with (a script's error has them inside), and ours.
 _MEANINGS: list[tuple[type[Exception] | None, str, str]] = [
     (AuthenticationRequiredError, "NOAUTH", "wants a password: put it into the URL, redis://:password@host"),
     (AuthenticationFailureError, "WRONGPASS", "refused the user or the password in the URL: correct them"),
     (
         AuthorizationError,
-        "NOPERM",
-        "does not allow this user what asel needs: grant +@all or at least scripting, ~{prefix}:* and &{prefix}:*",
+        "NOPERM|The user executing the script can't|ACL failure in script:",
+        "does not allow this user what asel needs: grant ~{prefix}:* &{prefix}:*"
+        " +@connection +@scripting +@read +@write +@pubsub",
     ),
     (None, "OOM", "is full: raise its maxmemory, let it evict, or have records expire with expire_s= in the URL"),
     (ReadOnlyError, "READONLY", "is a read-only replica: give the address of the primary"),
@@ -39,16 +39,22 @@ _MEANINGS: list[tuple[type[Exception] | None, str, str]] = [
 ]
 
 
-def explain(error: Exception, target: Target) -> str:
-    """Return what to tell people, to follow "Redis at ...": never with the password in it."""
-    said = _without_secrets(_words(error), target)
-    for kind, word, meaning in _MEANINGS:
-        if (kind is not None and isinstance(error, kind)) or re.search(rf"(^|-|\s){word}\s", said):
+def explain(error: Exception, target: Target, *, is_greeting: bool = False) -> str:
+    """Return what to tell people, to follow "Redis at ...": never with the password in it.
+
+    The password is sent with the greeting, and what answers that may be anything, and say it back in any
+    spelling: none of its words are repeated.
+    """
+    said = _words(error)
+    for kind, words, meaning in _MEANINGS:
+        if (kind is not None and isinstance(error, kind)) or re.search(rf"(^|-|\s)({words})\s", said):
             return meaning.format(prefix=target.prefix)
     if "DB index is out of range" in said:
         return f"has no database {target.db}: give a lower one after the host in the URL"
     if isinstance(error, OSError):
         return f"cannot be reached: {said}"
+    if is_greeting:
+        return f"did not answer as a Redis of version 6 or later does ({type(error).__name__}): is it one?"
     return f"failed: {said}"
 
 
@@ -60,10 +66,3 @@ def _words(error: BaseException) -> str:
     if isinstance(error, OSError) and isinstance(cause, OSError):
         return _words(cause)
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _without_secrets(text: str, target: Target) -> str:
-    for secret in (target.password, target.username):
-        if secret:
-            text = text.replace(secret, "***").replace(quote(secret, safe=""), "***")
-    return text
