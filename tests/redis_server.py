@@ -104,8 +104,17 @@ def black_hole():
 
 
 @contextlib.contextmanager
-def in_front_of(port: int, context: ssl.SSLContext | None = None, answer: bytes | None = None):
-    """Give the port of a relay to `port` that speaks TLS, or of one that says `answer` to whatever it hears."""
+def in_front_of(
+    port: int,
+    context: ssl.SSLContext | None = None,
+    *,
+    answer: bytes | None = None,
+    mute: threading.Event | None = None,
+):
+    """Give the port of a relay to `port` that speaks TLS, or of one that says `answer` to whatever it hears.
+
+    Once `mute` is set, nothing more comes through the first connection, as through a net that lost it.
+    """
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(0.05)
@@ -122,6 +131,9 @@ def in_front_of(port: int, context: ssl.SSLContext | None = None, answer: bytes 
                     return
                 with socket.create_connection(("127.0.0.1", port)) as inner:
                     while not over.is_set():
+                        if mute is not None and mute.is_set() and threading.current_thread() is threads[1]:
+                            over.wait()
+                            return
                         pending = context is not None and outer.pending()
                         ready = [outer] if pending else select.select([outer, inner], [], [], 0.05)[0]
                         for one in ready:

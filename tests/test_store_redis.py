@@ -8,6 +8,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import asynccontextmanager
@@ -21,8 +22,10 @@ from store_contract import KEY, LAWS, everything, record
 
 from asel.errors import InvalidRequestError, StoreError
 from asel.stores.leases import Lease
+from asel.stores.links import Link
 from asel.stores.records import MOST_BYTES
 from asel.stores.redis import RedisStore
+from asel.stores.scripts import ACQUIRE
 
 ADDRESS = record().address
 NAME = f"asel:1:record:{ADDRESS.digest}"
@@ -351,6 +354,13 @@ def test_a_claim_is_lost_when_redis_is_gone_for_its_length(real_backend):
     """Unreachable past the lease's end: another may hold it by now, so one no longer does; leaving is prompt."""
 
     async def main() -> None:
+        slow = RedisStore(server.url("timeout_s=1.2"), lease_s=0.5, renew_s=0.1)
+        async with slow, slow.claim(ADDRESS) as claim:
+            server.pause()
+            began = anyio.current_time()
+            await until(lambda: not claim.held)
+            assert 0.2 < anyio.current_time() - began < 1.0  # and not when the renewal gives up
+            server.resume()
         store = RedisStore(server.url("timeout_s=0.3"), lease_s=0.5, renew_s=0.1)
         async with store, within(2.5):
             async with store.claim(ADDRESS) as claim:
@@ -369,6 +379,27 @@ def test_a_claim_is_lost_when_redis_is_gone_for_its_length(real_backend):
 
     with RedisServer() as server:
         anyio.run(main, backend=real_backend)
+
+
+def test_a_lease_whose_answer_was_lost_is_given_back(server, real_backend, monkeypatch):
+    """Whoever could not hear that it won does not keep others waiting for the lease to end."""
+    run = Link.run
+
+    async def deaf(self, script, *args, **options):
+        answer = await run(self, script, *args, **options)
+        if script is ACQUIRE:
+            raise StoreError("nothing was heard")
+        return answer
+
+    async def main() -> None:
+        with pytest.raises(StoreError, match="nothing was heard"):
+            async with RedisStore(server.url("timeout_s=20")).claim(ADDRESS):
+                pytest.fail("held")
+        with server.client() as client:
+            assert not client.exists(LEASE)
+
+    monkeypatch.setattr(Link, "run", deaf)
+    anyio.run(main, backend=real_backend)
 
 
 @both_ways
@@ -459,6 +490,7 @@ HOLDER = """
 import anyio, sys
 from store_contract import record
 from asel.stores.redis import RedisStore
+from asel.stores.scripts import ACQUIRE
 
 async def main():
     async with RedisStore(sys.argv[1], lease_s=0.6, renew_s=0.1).claim(record().address) as claim:
@@ -561,6 +593,23 @@ def test_a_black_hole(real_backend, is_open, caplog):
     with black_hole() as port:
         anyio.run(main, port, backend=real_backend)
     assert not caplog.records
+
+
+def test_a_connection_that_fell_silent_is_given_up(server, real_backend):
+    """Nothing may say that a connection is lost; after one late answer the next operation makes another."""
+
+    async def main(port: int) -> None:
+        async with RedisStore(f"redis://127.0.0.1:{port}?timeout_s=0.3") as store:
+            await works(store)
+            mute.set()
+            await every_operation_fails(store, 1.2)
+            with server.client() as client:
+                client.flushall()  # some were tried again, and done, just before their time was up
+            await works(store)
+
+    mute = threading.Event()
+    with in_front_of(server.port, mute=mute) as port:
+        anyio.run(main, port, backend=real_backend)
 
 
 def test_a_waiter_hears_that_redis_is_gone(real_backend, pausing):

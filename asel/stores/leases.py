@@ -27,6 +27,7 @@ class Lease:
         self._channel = names.wake(address)
         self._lease_s = lease_s
         self._renew_s = renew_s
+        self._grace_s = link.timeout_s / 10
         self._ends = 0.0
         self._others_s = 0.0
         self._bell = anyio.Event()
@@ -52,6 +53,11 @@ class Lease:
         except anyio.get_cancelled_exc_class():
             if asked:  # it may be ours, and nobody would know
                 with anyio.CancelScope(shield=True):
+                    await self.release()
+            raise
+        except StoreError:
+            if asked:  # the same, but time is up: should Redis be slow and not gone, a moment is enough
+                with anyio.move_on_after(self._grace_s, shield=True):
                     await self.release()
             raise
         if left_ms:

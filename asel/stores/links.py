@@ -140,6 +140,7 @@ class Link:
     """
 
     def __init__(self, target: Target, tasks: TaskGroup) -> None:
+        self.timeout_s = target.timeout_s
         self._target = target
         self._tasks = tasks
         self._latest: _Opening | None = None
@@ -217,7 +218,7 @@ class Link:
     async def _connected(self, used: list[_Opening]) -> Wire:
         while not self._closed:
             opening = self._latest
-            if opening is None or opening.dropped or opening.ended:
+            if opening is None or opening.ended:
                 opening = self._latest = _Opening()
                 self._tasks.start_soon(self._open, opening)
             used.append(opening)
