@@ -14,7 +14,7 @@ from anyio.lowlevel import current_token
 from asel.errors import InvalidRequestError, StoreError
 from asel.keys import CacheKey
 from asel.stores.protocol import Claim, claiming
-from asel.stores.records import Address, Record, RecordError, Rejected, key_digest
+from asel.stores.records import Address, Record, RecordError, Rejected, key_digest, log_rejected
 from asel.stores.scripts import DELETE, FORGET, MEMBERS, PUT, READ, SET_ASIDE, Names, tag
 from asel.stores.targets import Target
 
@@ -61,7 +61,7 @@ class RedisStore:
         self._names = Names(self._target.prefix)
         self._kept: dict[object, list[_Kept]] = {}
         self._told: set[tuple[bytes, bytes]] = set()
-        self.on_rejected: Callable[[Rejected], object] = lambda rejected: None
+        self.on_rejected: Callable[[Rejected], object] = log_rejected
 
     @property
     def location(self) -> str:
