@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import anyio
 import pytest
@@ -20,7 +19,7 @@ import pytest
 from asel.errors import InvalidRequestError
 from asel.keys import CacheKey
 from asel.stores.protocol import Store
-from asel.stores.records import Address, Record
+from asel.stores.records import Record
 
 MakeStore = Callable[[], Store]
 LAWS = []
@@ -268,7 +267,3 @@ async def a_held_claim_may_replace(make_store: MakeStore) -> None:
 async def it_says_where_it_is(make_store: MakeStore) -> None:
     """People can read where the records are."""
     assert make_store().location
-
-
-def another_address() -> Address:
-    return replace(record(), checksum="another").address
