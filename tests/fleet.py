@@ -14,6 +14,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 
@@ -60,12 +61,13 @@ class Member:
 
 
 class Fleet:
-    """Some processes over one store."""
+    """Some processes over one store, every other one on trio."""
 
-    def __init__(self, location: str, log: Path, size: int, *options: str, backend: str = "asyncio") -> None:
+    def __init__(self, location: str, log: Path, size: int, *options: str) -> None:
         self._log = log
         with ExitStack() as stack:
-            self.members = [Member(location, log, *options, backend=backend) for _ in range(size)]
+            backends = islice(cycle(("asyncio", "trio")), size)
+            self.members = [Member(location, log, *options, backend=backend) for backend in backends]
             for member in self.members:
                 stack.callback(member.end)
             for member in self.members:

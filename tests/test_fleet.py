@@ -33,9 +33,9 @@ def ended(*members: Member):
             member.end()
 
 
-def test_eight_processes_and_one_cold_key_make_one_tune(location, tmp_path, real_backend):
+def test_eight_processes_and_one_cold_key_make_one_tune(location, tmp_path):
     """Everyone gets the same answer, and only one had to work for it."""
-    with Fleet(location, tmp_path / "log", 8, backend=real_backend) as fleet:
+    with Fleet(location, tmp_path / "log", 8) as fleet:
         answers = fleet.answers()
         assert [answer.cfg for answer in answers] == [BEST] * 8
         assert len(fleet.tuners) == 1
