@@ -199,6 +199,10 @@ class Keeper(Generic[Cfg]):
         on_wait()
         return await stack.enter_async_context(self._place.claim(sought, wait_s))
 
+    def found_by(self, claim: Claim, sought: Sought[Cfg]) -> Stored[Cfg] | None:
+        """Return what another process stored before the claim was ours, or while we waited for it."""
+        return None if claim.record is None else self._place.read(claim.record, sought)
+
     def _tell_wait(self, key: CacheKey, claim: Claim, start: float) -> None:
         waited_s = self._events.now() - start
         if not claim.held or waited_s >= _NO_WAIT_S:

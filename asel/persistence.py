@@ -63,6 +63,9 @@ class Persistence(Protocol[Cfg]):
     def claim(self, sought: Sought[Cfg], wait_s: float) -> AbstractAsyncContextManager[Claim]:
         """Hold the right to tune, among all processes that share the place."""
 
+    def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
+        """Return what a record that came with a claim says; None where it cannot be used."""
+
     async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
         """Return the reports of all tunes of a key, whatever they chose among."""
 
@@ -98,6 +101,9 @@ class _LoadSave(Generic[Cfg]):
 
     def claim(self, sought: Sought[Cfg], wait_s: float) -> AbstractAsyncContextManager[Claim]:
         return _granted()
+
+    def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
+        return None
 
     async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
         return []

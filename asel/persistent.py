@@ -168,6 +168,9 @@ class PersistentCache(Generic[Cfg]):
         address = Address(sought.key, sought.checksum, environment_digest(sought.environment))
         return self.store.claim(address, wait_s=wait_s)
 
+    def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
+        return self._stored(record, sought.among)
+
     async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
         """Return what earlier tunes of a key found, oldest first, whatever they chose among."""
         records = [record for store in self._layers async for record in store.records(sought.key)]

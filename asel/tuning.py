@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 from asel.adapters import Tunes
 from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
 from asel.devices import environment
-from asel.errors import SelectorClosedError, StoreError, TuningError
+from asel.errors import SelectorClosedError, TuningError
 from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut
 from asel.jobs import TuneJob, timings_in
 from asel.keeper import Keeper
@@ -28,7 +28,7 @@ from asel.keys import CacheKey
 from asel.memo import Memo
 from asel.outcomes import Failed, Measured, Skipped
 from asel.pending import Shared
-from asel.persistence import Sought, Stored
+from asel.persistence import Sought
 from asel.policy import AutotunePolicy
 from asel.stores.protocol import Claim
 from asel.threads import Busy
@@ -76,13 +76,6 @@ def sought_by(job: TuneJob[Cfg], policy: AutotunePolicy) -> Sought[Cfg]:
     """Return what a store is asked for before a job is done."""
     exact = policy.match_environment == "exact"
     return Sought(job.key, job.checksum, environment(job.device), exact, job.candidates)
-
-
-async def _found(keeper: Keeper[Cfg], sought: Sought[Cfg]) -> Stored[Cfg] | None:
-    try:
-        return await keeper.find(sought)
-    except StoreError:
-        return None  # told by an event already; the tune can do without
 
 
 class Tuning(Generic[Cfg]):
@@ -218,7 +211,7 @@ class Tuning(Generic[Cfg]):
         wait_s = policy.tune_budget_s + CLAIM_GRACE_S if policy.wait_s is None else policy.wait_s
         async with keeper.claim(sought, wait_s, partial(self._wait_elsewhere, tune)) as claim:
             if not tune.on_purpose:
-                if claim.record is not None and (stored := await _found(keeper, sought)) is not None:
+                if (stored := keeper.found_by(claim, sought)) is not None:
                     return Done(stored.cfg, Match(), Provenance("persistent", stored.report))
                 known = timings_in(await keeper.reports(sought), job.candidates, job.objective, sought.environment)
                 job.known = {**known, **job.known}

@@ -17,11 +17,12 @@ from coredis.connection import BaseConnection, TCPLocation
 from coredis.exceptions import BusyLoadingError, ConnectionError, NoScriptError
 
 from asel.errors import StoreError
+from asel.loop import in_a_task_of_its_own
 from asel.stores.refusals import explain
 from asel.stores.scripts import Script
 from asel.stores.targets import Target
 
-__all__ = ["Link", "Wire", "helpers", "linked"]
+__all__ = ["KeptLink", "Link", "Wire", "helpers", "linked"]
 
 
 @asynccontextmanager
@@ -48,6 +49,42 @@ async def linked(target: Target) -> AsyncIterator[Link]:
             yield link
         finally:
             link.close()
+
+
+class KeptLink:
+    """A link that tasks of one event loop share, until the last of them lets go.
+
+    It lives in a task of its own, because those who keep it come and go in any order, and none of
+    them is to take the connection from the others.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.keepers = 0
+        self.link: Link
+        self._target = target
+        self._ready, self._over, self._gone = anyio.Event(), anyio.Event(), anyio.Event()
+        self._task = in_a_task_of_its_own(self._live)
+
+    async def _live(self) -> None:
+        try:
+            async with linked(self._target) as self.link:
+                self._ready.set()
+                await self._over.wait()
+        finally:
+            self._gone.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    async def ready(self) -> None:
+        await self._ready.wait()
+
+    async def end(self) -> None:
+        """Close the connection, within the time an exchange may take."""
+        self._over.set()
+        with anyio.move_on_after(self._target.timeout_s, shield=True):
+            await self._gone.wait()
 
 
 class Wire(BaseConnection):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from anyio import get_current_task
 from anyio.lowlevel import current_token
 
 from asel.errors import InvalidRequestError, StoreError
@@ -19,17 +17,11 @@ from asel.stores.scripts import DELETE, FORGET, MEMBERS, PUT, READ, SET_ASIDE, N
 from asel.stores.targets import Target
 
 if TYPE_CHECKING:
-    from asel.stores.links import Link
+    from asel.stores.links import KeptLink, Link
 
 __all__ = ["RedisStore"]
 
 _PAGE = 32  # records read at a time: the largest possible are 4 MB each
-
-
-class _Kept(NamedTuple):
-    task: int  # whose `async with` it is: only that task may leave it
-    link: Link
-    block: AbstractAsyncContextManager[Link]
 
 
 class RedisStore:
@@ -56,10 +48,10 @@ class RedisStore:
             from asel.stores import leases, links
         except ModuleNotFoundError as error:
             raise InvalidRequestError("a Redis store needs coredis: pip install 'asel[redis]'") from error
-        self._linked = links.linked
+        self._linked, self._keep = links.linked, links.KeptLink
         self._lease = partial(leases.Lease, lease_s=lease_s, renew_s=renew_s)
         self._names = Names(self._target.prefix)
-        self._kept: dict[object, list[_Kept]] = {}
+        self._kept: dict[object, KeptLink] = {}
         self._told: set[tuple[bytes, bytes]] = set()
         self.on_rejected: Callable[[Rejected], object] = log_rejected
 
@@ -71,23 +63,28 @@ class RedisStore:
         return f"RedisStore({self.location!r})"
 
     async def __aenter__(self) -> RedisStore:
-        block = self._linked(self._target)
-        self._kept.setdefault(_loop(), []).append(_Kept(get_current_task().id, await block.__aenter__(), block))
+        kept = self._kept.get(_loop())
+        if kept is None:
+            kept = self._kept[_loop()] = self._keep(self._target)
+        kept.keepers += 1
+        try:
+            await kept.ready()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        kept, task = self._kept[_loop()], get_current_task().id
-        mine = next(one for one in reversed(kept) if one.task == task)
-        kept.remove(mine)
-        if not kept:
+    async def __aexit__(self, *error: object) -> None:
+        kept = self._kept[_loop()]
+        kept.keepers -= 1
+        if kept.keepers == 0:
             del self._kept[_loop()]
-        await mine.block.__aexit__(kind, error, traceback)
+            await kept.end()
 
     def _link(self) -> AbstractAsyncContextManager[Link]:
         kept = self._kept.get(_loop())
-        return nullcontext(kept[-1].link) if kept else self._linked(self._target)
+        # Between the first keeper's coming and the link's, there is none to share yet.
+        return nullcontext(kept.link) if kept is not None and kept.is_ready else self._linked(self._target)
 
     async def get(self, address: Address) -> Record | None:
         async with self._link() as link:
