@@ -9,7 +9,7 @@ import anyio
 
 from asel.cache import ConfigCache
 from asel.errors import SelectorClosedError, StoreError
-from asel.events import FanOut, StoreFailed
+from asel.events import FanOut, StoreFailed, StoreRead
 from asel.kernel import Cfg
 from asel.keys import CacheKey
 from asel.pending import Shared
@@ -62,6 +62,7 @@ class Reading(Generic[Cfg]):
         try:
             with scope:
                 stored = await self._store.load(key, checksum)
+                self._events(StoreRead(key=key, start=start, end=self._events.now(), found=stored is not None))
                 if stored is not None:
                     done = self._cache.remember(key, checksum, stored.cfg, stored.report)
                     stored = Stored(done.cfg, done.provenance.report)

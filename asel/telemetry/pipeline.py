@@ -1,0 +1,380 @@
+"""What telemetry costs, paid later: a bounded queue, and a thread that works a little and rests a lot.
+
+Making a span, rendering a log entry or recording a measurement costs tens of microseconds; putting a
+tuple into a queue costs one. A thread that never rests would hold the interpreter while the event loop
+wants it, so this one works for a millisecond and rests for four.
+
+Over the queue's ceiling hits are shed, over twice the ceiling the other answers too; what tells of a
+tune, a store or an error is never shed. Every event offered is handled, shed and counted, or still queued.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asel.errors import InvalidRequestError
+from asel.events import (
+    Answer,
+    CacheHit,
+    Event,
+    NoAnswer,
+    OverlayHit,
+    Override,
+    PendingJoin,
+    SheddingStarted,
+    SheddingStopped,
+    Sink,
+    StoreRead,
+)
+from asel.loop import LoopHandle
+from asel.telemetry.tally import Count, Tally
+
+if TYPE_CHECKING:
+    from asel.keys import CacheKey
+
+__all__ = ["Pipeline", "PipelineStatistics", "Tap", "shared_pipeline"]
+
+logger = logging.getLogger("asel")
+
+Write = Callable[[Event, int], object]
+"""Tells a destination of an event; the number is when the event's clock was at zero, in nanoseconds since 1970."""
+
+_HITS = (CacheHit, Override, OverlayHit)
+_NEVER = float("inf")
+# Answers from before memory, which a hit from the fast lane had as well.
+_BEFORE_MEMORY = {"override": "no override", "overlay": "no overlay has the key"}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStatistics:
+    """What became of the events that were offered: `emitted`, `shed` (by reason), or still `queued`."""
+
+    emitted: int
+    shed: Mapping[str, int]
+    queued: int
+
+    @property
+    def offered(self) -> int:
+        return self.emitted + sum(self.shed.values()) + self.queued
+
+
+class Pipeline:
+    """A queue of events on their way to sinks, and the thread that takes them there.
+
+    The thread starts with the first event and sleeps when there is none. A forked child begins with
+    an empty queue and a thread of its own.
+    """
+
+    def __init__(self, *, ceiling: int = 65_536, work_s: float = 0.001, rest_s: float = 0.004) -> None:
+        if ceiling < 1 or work_s <= 0 or rest_s < 0:
+            raise InvalidRequestError(
+                f"Pipeline(ceiling={ceiling!r}, work_s={work_s!r}, rest_s={rest_s!r}): too little"
+            )
+        self.ceiling = ceiling
+        self._work_s, self._rest_s = work_s, rest_s
+        self._begin_anew()
+        _pipelines.add(self)
+
+    def _begin_anew(self) -> None:
+        self._queue: deque[tuple[Any, ...]] = deque()
+        self._shed = {"ceiling": Count(), "closed": Count()}
+        self._emitted = 0
+        self._in_hand = 0
+        self._lock = threading.Lock()
+        self._mail = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        # True iff the thread waits for mail, or there is none: whoever offers something then has to see to it.
+        self._asleep = True
+        self._hurry_until = 0.0
+        # Which tap shed last; when telling, how much had been shed before, and when that was last looked at.
+        self._shedder: Tap | None = None
+        self._shedding: tuple[Tap, int] | None = None
+        self._last_shed = 0
+
+    def offer(self, tap: Tap, record: tuple[Any, ...], ceiling: float) -> None:
+        """Queue a record, or shed it where that many are queued already."""
+        if len(self._queue) >= ceiling or self._closed:
+            self._shed["closed" if self._closed else "ceiling"].add()
+            self._shedder = tap
+            return
+        self._queue.append(record)
+        if self._asleep:
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._asleep = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="asel telemetry", daemon=True)
+                self._thread.start()
+                _flush_at_exit()
+            self._mail.set()
+
+    # In the thread.
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._work()
+            time.sleep(self._pause())
+            if not self._queue and self._shedding is None:
+                self._sleep()
+        self._work()
+
+    def _pause(self) -> float:
+        # In a hurry, which is at the end, the proportion is the other way round.
+        return self._work_s if time.monotonic() < self._hurry_until else self._rest_s
+
+    def _sleep(self) -> None:
+        self._mail.clear()
+        self._asleep = True
+        if self._queue or self._closed:  # it came before `_asleep` could be seen, so nobody will call
+            self._asleep = False
+            return
+        self._mail.wait()
+
+    def _work(self) -> None:
+        hurry = time.monotonic() < self._hurry_until
+        until = time.perf_counter() + (self._rest_s if hurry else self._work_s)
+        while self._queue and time.perf_counter() < until:
+            self._in_hand = 1
+            record = self._queue.popleft()
+            if len(record) == 1:
+                record[0].set()  # a flush has come to its end
+            else:
+                _handle(record)
+                self._emitted += 1
+            self._in_hand = 0
+        self._tell_shedding()
+
+    def _tell_shedding(self) -> None:
+        shed = self._shed["ceiling"].value
+        if self._shedding is None and shed > self._last_shed and (tap := self._shedder) is not None:
+            self._shedding = (tap, self._last_shed)
+            tap.tell(SheddingStarted, queued=len(self._queue))
+        elif self._shedding is not None and shed == self._last_shed and len(self._queue) <= self.ceiling // 2:
+            tap, before = self._shedding
+            self._shedding = None
+            tap.tell(SheddingStopped, shed=shed - before)
+        self._last_shed = shed
+
+    # From outside.
+
+    @property
+    def is_flushed(self) -> bool:
+        return not self._queue and not self._in_hand
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait until what is queued now is handled; False if that takes longer. Blocks: not for event loops."""
+        if self.is_flushed:
+            return True
+        if self._thread is None or self._thread is threading.current_thread():
+            return False
+        done = threading.Event()
+        self._hurry_until = max(self._hurry_until, time.monotonic() + timeout_s)
+        self._queue.append((done,))
+        if self._asleep:
+            self._wake()
+        return done.wait(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Flush, and take no more; what cannot be handled in time is shed, and counted as such."""
+        flushed = self.flush(timeout_s)
+        self._closed = True
+        while self._queue:
+            try:
+                record = self._queue.popleft()
+            except IndexError:  # the thread was quicker
+                break
+            if len(record) > 1:
+                self._shed["closed"].add()
+        self._mail.set()
+        return flushed
+
+    def statistics(self) -> PipelineStatistics:
+        """Return what became of all that was offered; exact where nothing happens meanwhile."""
+        shed = {reason: count.value for reason, count in self._shed.items()}
+        queued = sum(len(record) > 1 for record in list(self._queue)) + self._in_hand
+        return PipelineStatistics(self._emitted, shed, queued)
+
+
+def _handle(record: tuple[Any, ...]) -> None:
+    takers, context, clock, *what = record
+    try:
+        event = what[0]
+        if len(what) > 1:
+            key, cfg, start, end = what
+            event = CacheHit(key=key, start=start, end=end, level="memory", cfg=cfg, declined=_BEFORE_MEMORY)
+        context.run(_write, takers, event, _epoch_ns(clock))
+    except Exception:
+        _report(takers, "an event")
+
+
+def _write(takers: tuple[Write, ...], event: Event, epoch_ns: int) -> None:
+    """Tell every taker, in a context of the event's own: whoever makes a span leaves it there for the next."""
+    for write in takers:
+        try:
+            write(event, epoch_ns)
+        except Exception:
+            _report(write, event.name)
+
+
+_reported: set[int] = set()
+
+
+def _report(culprit: object, name: str) -> None:
+    owner = id(getattr(culprit, "__self__", culprit))
+    if owner not in _reported:
+        _reported.add(owner)
+        logger.exception("a sink failed on %r; it is kept, and not reported again", name)
+
+
+def _epoch_ns(clock: LoopHandle | None) -> int:
+    return time.time_ns() - time.monotonic_ns() if clock is None else clock.epoch_ns()
+
+
+class Tap:
+    """A sink that hands events to others through a pipeline; without one, at once.
+
+    Its sinks are called in the event's own context, so they see the caller's span and structlog's
+    context variables. One that has `write(event, epoch_ns)` is given that, any other `emit(event)`.
+    """
+
+    def __init__(self, sinks: Iterable[Sink], pipeline: Pipeline | None) -> None:
+        # Spans before the rest: measurements and log entries refer to them.
+        self.sinks = tuple(sorted(sinks, key=lambda sink: not getattr(sink, "makes_spans", False)))
+        self._pipeline = pipeline
+        self._clock: LoopHandle | None = None
+        self._now: Callable[[], float] = time.monotonic
+        self._routes = tuple((_wants(sink), _writer(sink)) for sink in self.sinks)
+        self._hit_routes = tuple((_wants_hit(sink), _writer(sink)) for sink in self.sinks)
+        self._tallies: tuple[Tally, ...] = tuple(sink.tally for sink in self.sinks if hasattr(sink, "tally"))
+        for sink in self.sinks:
+            if pipeline is not None and hasattr(sink, "observe"):
+                sink.observe(pipeline)
+        _taps.add(self)
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Tell whether anyone looks at events of this kind, or counts them."""
+        return (bool(self._tallies) and issubclass(kind, Answer)) or any(wants(kind) for wants, _ in self._routes)
+
+    def hit(self, key: CacheKey, cfg: Any, start: float) -> None:
+        """Tell of an answer from the fast lane: counted here, all else later."""
+        for tally in self._tallies:
+            tally.hit(key[1])
+        takers: tuple[Write, ...] = ()
+        for wants, write in self._hit_routes:
+            if wants():
+                takers += (write,)
+        if takers:
+            self._hand_on((takers, copy_context(), self._clock, key, cfg, start, self._now()), CacheHit)
+
+    def emit(self, event: Event) -> None:
+        kind = type(event)
+        if isinstance(event, Answer) and event.key is not None and event.tier != "left":
+            for tally in self._tallies:
+                tally.add(event.key.op_id, event.tier)
+        takers = tuple(write for wants, write in self._routes if wants(kind))
+        if takers:
+            self._hand_on((takers, copy_context(), self._clock, event), kind)
+
+    def _hand_on(self, record: tuple[Any, ...], kind: type[Event]) -> None:
+        if self._pipeline is None:
+            _handle(record)
+        else:
+            self._pipeline.offer(self, record, self._pipeline.ceiling * _patience(kind))
+
+    def tell(self, kind: type[Event], **facts: Any) -> None:
+        """Tell the sinks of something that happened to the telemetry itself."""
+        now = self._now()
+        event = kind(key=None, start=now, end=now, **facts)
+        takers = tuple(write for wants, write in self._routes if wants(kind))
+        copy_context().run(_write, takers, event, _epoch_ns(self._clock))
+
+    def watch(self, loop: LoopHandle, statistics: Callable[[], Any] | None) -> None:
+        """Take times for the loop's, and let sinks that measure look at a chain."""
+        self._clock, self._now = loop, loop.now
+        for sink in self.sinks:
+            if hasattr(sink, "watch"):
+                sink.watch(loop, statistics)
+
+    @property
+    def is_flushed(self) -> bool:
+        return self._pipeline is None or self._pipeline.is_flushed
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait until all that was emitted so far is handled; False if that takes longer."""
+        return self._pipeline is None or self._pipeline.flush(timeout_s)
+
+
+def _patience(kind: type[Event]) -> float:
+    """Return how many ceilings' worth of events may be queued before one of this kind is shed."""
+    if kind in _HITS:
+        return 1
+    if issubclass(kind, Answer | PendingJoin | StoreRead) and kind is not NoAnswer:
+        return 2
+    return _NEVER
+
+
+def _wants(sink: Any) -> Callable[[type[Event]], bool]:
+    wants: Callable[[type[Event]], bool] = getattr(sink, "wants", lambda kind: True)
+    return wants
+
+
+def _wants_hit(sink: Any) -> Callable[[], bool]:
+    wants_hit: Callable[[], bool] = getattr(sink, "wants_hit", functools.partial(_wants(sink), CacheHit))
+    return wants_hit
+
+
+def _writer(sink: Any) -> Write:
+    write: Write | None = getattr(sink, "write", None)
+    return write or (lambda event, epoch_ns: sink.emit(event))
+
+
+# ---------------------------------------------------------------------------------------------
+# One for the process.
+
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+_taps: weakref.WeakSet[Tap] = weakref.WeakSet()
+
+
+@functools.cache
+def shared_pipeline() -> Pipeline:
+    """Return the pipeline of every chain in this process: there is one interpreter to be gentle with."""
+    return Pipeline()
+
+
+@functools.cache
+def _flush_at_exit() -> None:
+    # Registered with the first event, so that it runs before the SDK's own hooks, which came earlier.
+    atexit.register(_flush_all)
+
+
+def _flush_all() -> None:
+    deadline = time.monotonic() + 1.0
+    for pipeline in list(_pipelines):
+        pipeline.flush(max(0.0, deadline - time.monotonic()))
+
+
+def _after_fork() -> None:
+    # The thread stayed in the parent, and with it whatever it was about to do: the parent tells of that.
+    for pipeline in list(_pipelines):
+        pipeline._begin_anew()
+    for sink in {id(sink): sink for tap in list(_taps) for sink in tap.sinks}.values():
+        if hasattr(sink, "after_fork"):
+            sink.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
