@@ -460,7 +460,8 @@ class FanOut:
     """Hands each event to every sink, on one loop, and keeps a failing one from hurting the rest.
 
     `now` is the clock events are stamped with: the loop's, once there is one. `listening`: there is
-    a sink at all. `statistics` is handed to the sinks that watch.
+    a sink at all. `hit(key, cfg, start)` tells of an answer from the fast lane. `statistics` is handed to
+    the sinks that watch.
     """
 
     def __init__(
@@ -495,20 +496,22 @@ class FanOut:
     def _settle(self) -> None:
         taps = [sink for sink in self._sinks if hasattr(sink, "hit")]
         others = [sink for sink in self._sinks if sink not in taps]
-        self._hits: tuple[Callable[..., object], ...] = tuple(tap.hit for tap in taps)
+        self._hits: tuple[Callable[[CacheKey, Any, float], object], ...] = tuple(tap.hit for tap in taps)
         self._taps: tuple[_Route, ...] = tuple((getattr(tap, "wants", _anything), tap.emit) for tap in taps)
         routes: list[_Route] = [(getattr(sink, "wants", _anything), sink.emit) for sink in others]
         if self._on_event is not None:
             routes.append((_anything, self._on_event))
         self._routes = tuple(routes)
         self.listening = bool(taps or routes)
+        # Most chains have one tap that never raises, and nothing else.
+        alone = len(taps) == 1 and not routes and getattr(taps[0], "never_raises", False)
+        self.hit = self._hits[0] if alone else self._tell_hit
 
     def wants(self, kind: type[Event]) -> bool:
         """Tell whether anyone would look at an event of this kind."""
         return _any_wants(self._taps, kind, self._report) or _any_wants(self._routes, kind, self._report)
 
-    def hit(self, key: CacheKey, cfg: Any, start: float) -> None:
-        """Tell of an answer from the fast lane."""
+    def _tell_hit(self, key: CacheKey, cfg: Any, start: float) -> None:
         for hit in self._hits:
             try:
                 hit(key, cfg, start)

@@ -36,7 +36,6 @@ from asel.telemetry.tally import Tally
 
 __all__ = ["MetricsSink"]
 
-_HITS_TIMED = 64
 _DURATIONS = {
     "asel.choose.duration": "How long a call took to get its answer; of the hits from the fast lane, one in 64.",
     "asel.wait.duration": "How long callers waited for a tune.",
@@ -70,7 +69,6 @@ class MetricsSink:
         self._chains: dict[int, weakref.WeakMethod[Callable[[], Statistics]]] = {}
         self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
         self._seen_ops: set[str] = set()
-        self._looks = 0
         if meter is not None:
             self._histograms = self._make_instruments(meter)
 
@@ -81,11 +79,6 @@ class MetricsSink:
 
     def wants(self, kind: type[Event]) -> bool:
         return self._find_instruments() is not None and issubclass(kind, _MEASURED)
-
-    def wants_hit(self) -> bool:
-        """Take one hit in 64, where there is a meter at all; that is also when one is looked for."""
-        self._looks += 1
-        return self._looks % _HITS_TIMED == 0 and self._find_instruments() is not None
 
     def watch(self, loop: object, statistics: Callable[[], Statistics] | None) -> None:
         """Report what a chain is doing, for as long as it lives."""

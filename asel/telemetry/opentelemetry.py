@@ -85,6 +85,8 @@ class OpenTelemetrySink:
 
     def wants_hit(self) -> bool:
         """The same, for hits: a provider that comes later is noticed within some."""
+        if get_current() is self._unsampled:
+            return False
         sampled = self._sampled_here()
         if sampled is not None:
             return sampled

@@ -52,6 +52,8 @@ Write = Callable[[Event, int], object]
 
 _HITS = (CacheHit, Override, OverlayHit)
 _NEVER = float("inf")
+# Of the hits, one in 64 is timed.
+_TIMED_MASK = 63
 # Answers from before memory, which a hit from the fast lane had as well.
 _BEFORE_MEMORY = {"override": "no override", "overlay": "no overlay has the key"}
 
@@ -251,6 +253,8 @@ class Tap:
     context variables. One that has `write(event, epoch_ns)` is given that, any other `emit(event)`.
     """
 
+    never_raises = True
+
     def __init__(self, sinks: Iterable[Sink], pipeline: Pipeline | None) -> None:
         # Spans before the rest: measurements and log entries refer to them.
         self.sinks = tuple(sorted(sinks, key=lambda sink: not getattr(sink, "makes_spans", False)))
@@ -258,8 +262,11 @@ class Tap:
         self._clock: LoopHandle | None = None
         self._now: Callable[[], float] = time.monotonic
         self._routes = tuple((_wants(sink), _writer(sink)) for sink in self.sinks)
-        self._hit_routes = tuple((_wants_hit(sink), _writer(sink)) for sink in self.sinks)
-        self._tallies: tuple[Tally, ...] = tuple(sink.tally for sink in self.sinks if hasattr(sink, "tally"))
+        # A sink that counts is asked about hits only now and then.
+        counting = [sink for sink in self.sinks if hasattr(sink, "tally")]
+        self._hit_routes = tuple((_wants_hit(sink), _writer(sink)) for sink in self.sinks if sink not in counting)
+        self._hit_timers = tuple((_wants_hit(sink), _writer(sink)) for sink in counting)
+        self._tallies: tuple[Tally, ...] = tuple(sink.tally for sink in counting)
         for sink in self.sinks:
             if pipeline is not None and hasattr(sink, "observe"):
                 sink.observe(pipeline)
@@ -271,14 +278,20 @@ class Tap:
 
     def hit(self, key: CacheKey, cfg: Any, start: float) -> None:
         """Tell of an answer from the fast lane: counted here, all else later."""
-        for tally in self._tallies:
-            tally.hit(key[1])
-        takers: tuple[Write, ...] = ()
-        for wants, write in self._hit_routes:
-            if wants():
-                takers += (write,)
-        if takers:
-            self._hand_on((takers, copy_context(), self._clock, key, cfg, start, self._now()), CacheHit)
+        try:
+            nth = 1
+            for tally in self._tallies:
+                nth = tally.hits[key[1]]()
+            takers: tuple[Write, ...] = ()
+            for wants, write in self._hit_routes:
+                if wants():
+                    takers += (write,)
+            if nth & _TIMED_MASK == 0:
+                takers += tuple(write for wants, write in self._hit_timers if wants())
+            if takers:
+                self._hand_on((takers, copy_context(), self._clock, key, cfg, start, self._now()), CacheHit)
+        except Exception:
+            _report(self, CacheHit.name)
 
     def emit(self, event: Event) -> None:
         kind = type(event)

@@ -31,6 +31,7 @@ class StructlogSink:
         self._given = logger
         self._bound: Any = None
         self._bound_to: Any = None
+        self._hits_enabled: bool | None = None
         self._looks = 0
         self._stdlib = logging.getLogger("asel")
 
@@ -45,8 +46,9 @@ class StructlogSink:
         if self._given is None and not is_configured():
             return self._stdlib.isEnabledFor(logging.DEBUG)
         self._looks += 1
-        bound = self._logger() if self._bound is None or self._looks % _LOOK_EVERY == 0 else self._bound
-        return self._enabled(bound, logging.DEBUG)
+        if self._looks % _LOOK_EVERY == 0 or self._bound is None:
+            self._logger()
+        return self._hits_enabled if self._hits_enabled is not None else self._enabled(self._bound, logging.DEBUG)
 
     def _enabled(self, bound: Any, level: int) -> bool:
         # A filtering logger knows its level; a standard one underneath is asked itself.
@@ -77,6 +79,9 @@ class StructlogSink:
         if self._bound is None or configuration != self._bound_to:
             self._bound_to = configuration
             self._bound = (structlog.get_logger("asel") if self._given is None else self._given).bind()
+            # A filtering logger's level is its type's, and never changes.
+            fixed = hasattr(type(self._bound), "is_enabled_for")
+            self._hits_enabled = self._bound.is_enabled_for(logging.DEBUG) if fixed else None
         return self._bound
 
 

@@ -32,22 +32,20 @@ class Count:
 
 
 class Tally:
-    """How many answers each tier gave for each op."""
+    """How many answers each tier gave for each op.
+
+    `hits[op]()` counts an answer from memory, in as few steps as there can be, and returns a number that
+    grows with each.
+    """
 
     def __init__(self) -> None:
-        self.clear()
+        self._counts: dict[tuple[str, str], Count] = {}
+        self.hits = _Hits(self)
 
     def clear(self) -> None:
         """Begin at zero, with locks that nobody holds: a forked child has selections of its own."""
-        self._counts: dict[tuple[str, str], Count] = {}
-        self._hits: dict[str, Callable[[], int]] = {}
-
-    def hit(self, op: str) -> None:
-        """Count an answer from memory, quickly."""
-        try:
-            self._hits[op]()
-        except KeyError:
-            self._hits.setdefault(op, self._count(op, "memory").add)()
+        self._counts.clear()
+        self.hits.clear()
 
     def add(self, op: str, tier: str) -> None:
         self._count(op, tier).add()
@@ -59,3 +57,11 @@ class Tally:
     def read(self) -> dict[tuple[str, str], int]:
         """Return the answers so far, by op and tier."""
         return {address: counted.value for address, counted in list(self._counts.items())}
+
+
+class _Hits(dict[str, Callable[[], int]]):
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+
+    def __missing__(self, op: str) -> Callable[[], int]:
+        return self.setdefault(op, self._tally._count(op, "memory").add)
