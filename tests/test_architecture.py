@@ -60,6 +60,8 @@ ARROW = [
     "telemetry.structlog",
     "telemetry.opentelemetry",
     "telemetry.metrics",
+    "telemetry.setup",
+    "telemetry.capture",
     "telemetry",
     "selection",
     "testing",

@@ -9,6 +9,7 @@ from asel.events import Sink
 from asel.telemetry.metrics import MetricsSink
 from asel.telemetry.opentelemetry import OpenTelemetrySink
 from asel.telemetry.pipeline import Pipeline, PipelineStatistics, Tap, shared_pipeline
+from asel.telemetry.setup import Telemetry, configure
 from asel.telemetry.structlog import StructlogSink
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "PipelineStatistics",
     "StructlogSink",
     "Tap",
+    "Telemetry",
+    "configure",
     "default_sinks",
     "gathered",
     "shared_pipeline",

@@ -10,7 +10,7 @@ import structlog
 from opentelemetry.trace import get_current_span
 from structlog import is_configured
 
-from asel.events import CandidateFailed, CandidateMeasured, Event
+from asel.events import Answer, CandidateFailed, CandidateMeasured, Event
 
 __all__ = ["StructlogSink"]
 
@@ -94,6 +94,9 @@ def _facts(event: Event) -> dict[str, Any]:
     }
     if isinstance(event, CandidateMeasured | CandidateFailed):
         facts = {name: value for name, value in facts.items() if name not in ("compiled", "measured")}
+    if isinstance(event, Answer):
+        facts.pop("level", None)  # a cache hit's; in a log the word means something else
+        facts["tier"] = event.tier
     if facts.get("tune_id") is None:
         facts.pop("wait_s", None)
         facts.pop("began", None)
