@@ -242,7 +242,7 @@ class _Making:
 
     def _step(self, name: str, when: Interval | None, context: Context) -> None:
         if when is not None:
-            self._tracer.start_span(name, context, start_time=self._ns(when[0])).end(self._ns(when[1]))
+            self._start(name, when[0], context=context).end(self._ns(when[1]))
 
     def _context_of_tune(self, tune_id: str) -> Context:
         tune = self._sink._tunes.get(tune_id)

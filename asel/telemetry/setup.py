@@ -167,7 +167,8 @@ def _set_up_traces(telemetry: Telemetry, resource: Resource, endpoint: str | Non
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter("trace", "OTLPSpanExporter", endpoint)))
     trace.set_tracer_provider(provider)
-    told = f"traces: to {endpoint}, sampled {provider.sampler.get_description()}"
+    sampler = os.environ.get("OTEL_TRACES_SAMPLER", "parentbased_always_on")  # which the SDK reads, too
+    told = f"traces: to {endpoint}, sampled {sampler}"
     _note(telemetry, provider, trace, "_TRACER_PROVIDER", told)
 
 
