@@ -480,6 +480,8 @@ class FanOut:
 
     def bind(self, loop: LoopHandle) -> None:
         """Hand events over to this loop from now on, and take the time from it."""
+        if self._loop is not None and self._loop.native is loop.native and self._loop.is_current():
+            return
         self._loop = loop
         self.now = loop.now
         for watch in self._having("watch"):

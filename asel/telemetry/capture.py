@@ -50,15 +50,18 @@ class CapturedTelemetry:
     def __init__(self, *, sampler: Any = None, pipeline: Pipeline | None = None) -> None:
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
         self._exporter = InMemorySpanExporter()
-        provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        # To find out what it runs on, the SDK would start threads and wait for them.
+        nowhere = Resource.get_empty()
+        provider = TracerProvider(sampler=sampler, resource=nowhere, shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self._reader = InMemoryMetricReader()
-        meter = MeterProvider([self._reader], shutdown_on_exit=False).get_meter("asel")
+        meter = MeterProvider([self._reader], resource=nowhere, shutdown_on_exit=False).get_meter("asel")
         self.tracer: Tracer = provider.get_tracer("asel")
         self.entries: list[dict[str, Any]] = []
         """The log entries, with their level."""
