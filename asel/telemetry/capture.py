@@ -105,11 +105,12 @@ class CapturedTelemetry:
                     found[metric.name] = {tuple(sorted((p.attributes or {}).items())): _value(p) for p in points}
         return found
 
-    def exemplars(self, metric_name: str) -> list[Any]:
-        """Return the measurements of a histogram that the SDK kept as examples, with their trace."""
+    def exemplars(self) -> dict[str, list[Any]]:
+        """Return what the SDK kept as examples since the last look, by histogram: each has its trace and span."""
         data = self._reader.get_metrics_data()
         metrics = [m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics] if data else []
-        return [e for m in metrics if m.name == metric_name for p in m.data.data_points for e in p.exemplars]
+        points = {metric.name: list[Any](metric.data.data_points) for metric in metrics}
+        return {name: [e for p in found for e in getattr(p, "exemplars", ())] for name, found in points.items()}
 
 
 def _value(point: Any) -> Any:
