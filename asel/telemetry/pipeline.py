@@ -136,7 +136,7 @@ class Pipeline:
 
     def _pause(self) -> float:
         # In a hurry, which is at the end, the proportion is the other way round.
-        return self._work_s if time.monotonic() < self._hurry_until else self._rest_s
+        return min(self._work_s, self._rest_s) if time.monotonic() < self._hurry_until else self._rest_s
 
     def _sleep(self) -> None:
         self._mail.clear()
@@ -148,7 +148,7 @@ class Pipeline:
 
     def _work(self) -> None:
         hurry = time.monotonic() < self._hurry_until
-        until = time.perf_counter() + (self._rest_s if hurry else self._work_s)
+        until = time.perf_counter() + (max(self._work_s, self._rest_s) if hurry else self._work_s)
         while self._queue and time.perf_counter() < until:
             self._in_hand = 1
             record = self._queue.popleft()
