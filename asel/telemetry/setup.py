@@ -111,8 +111,12 @@ def configure(
         InvalidRequestError: there is an endpoint, and the exporter is not installed.
     """
     telemetry = Telemetry(os.environ.get("OTEL_SERVICE_NAME") or service_name, close_timeout_s)
-    log_provider = _set_up_sdk(telemetry, otlp_endpoint)
-    _set_up_structlog(telemetry, log_provider, console, None if file is None else Path(file))
+    try:
+        log_provider = _set_up_sdk(telemetry, otlp_endpoint)
+        _set_up_structlog(telemetry, log_provider, console, None if file is None else Path(file))
+    except BaseException:
+        telemetry.close()
+        raise
     atexit.register(telemetry.close)
     return telemetry
 
