@@ -99,7 +99,8 @@ class Pipeline:
         self._closed = False
         # True iff the thread waits for mail, or there is none: whoever offers something then has to see to it.
         self._asleep = True
-        self._hurry_until = 0.0
+        # Those who wait for the queue to be told.
+        self._flushes: set[threading.Event] = set()
         # Which tap shed last; when telling, how much had been shed before, and when that was last looked at.
         self._shedder: Tap | None = None
         self._shedding: tuple[Tap, int] | None = None
@@ -135,8 +136,8 @@ class Pipeline:
         self._work()
 
     def _pause(self) -> float:
-        # In a hurry, which is at the end, the proportion is the other way round.
-        return min(self._work_s, self._rest_s) if time.monotonic() < self._hurry_until else self._rest_s
+        # When someone waits, which is at the end, the proportion is the other way round.
+        return min(self._work_s, self._rest_s) if self._flushes else self._rest_s
 
     def _sleep(self) -> None:
         self._mail.clear()
@@ -147,8 +148,8 @@ class Pipeline:
         self._mail.wait()
 
     def _work(self) -> None:
-        hurry = time.monotonic() < self._hurry_until
-        until = time.perf_counter() + (max(self._work_s, self._rest_s) if hurry else self._work_s)
+        work_s = max(self._work_s, self._rest_s) if self._flushes else self._work_s
+        until = time.perf_counter() + work_s
         while self._queue and time.perf_counter() < until:
             self._in_hand = 1
             record = self._queue.popleft()
@@ -184,11 +185,14 @@ class Pipeline:
         if self._thread is None or self._thread is threading.current_thread():
             return False
         done = threading.Event()
-        self._hurry_until = max(self._hurry_until, time.monotonic() + timeout_s)
-        self._queue.append((done,))
-        if self._asleep:
-            self._wake()
-        return done.wait(timeout_s)
+        self._flushes.add(done)
+        try:
+            self._queue.append((done,))
+            if self._asleep:
+                self._wake()
+            return done.wait(timeout_s)
+        finally:
+            self._flushes.discard(done)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Flush, and take no more; what cannot be handled in time is shed, and counted as such."""
@@ -264,8 +268,10 @@ class Tap:
         self._routes = tuple((_wants(sink), _writer(sink)) for sink in self.sinks)
         # A sink that counts is asked about hits only now and then.
         counting = [sink for sink in self.sinks if hasattr(sink, "tally")]
-        self._hit_routes = tuple((_wants_hit(sink), _writer(sink)) for sink in self.sinks if sink not in counting)
-        self._hit_timers = tuple((_wants_hit(sink), _writer(sink)) for sink in counting)
+        bits = [(1 << place, _wants_hit(sink)) for place, sink in enumerate(self.sinks)]
+        self._hit_routes = tuple(bit for bit, sink in zip(bits, self.sinks, strict=True) if sink not in counting)
+        self._hit_timers = tuple(bit for bit, sink in zip(bits, self.sinks, strict=True) if sink in counting)
+        self._sets: dict[int, tuple[Write, ...]] = {}
         self._tallies: tuple[Tally, ...] = tuple(sink.tally for sink in counting)
         for sink in self.sinks:
             if pipeline is not None and hasattr(sink, "observe"):
@@ -282,16 +288,27 @@ class Tap:
             nth = 1
             for tally in self._tallies:
                 nth = tally.hits[key[1]]()
-            takers: tuple[Write, ...] = ()
-            for wants, write in self._hit_routes:
+            takers = 0
+            for bit, wants in self._hit_routes:
                 if wants():
-                    takers += (write,)
+                    takers |= bit
             if nth & _TIMED_MASK == 0:
-                takers += tuple(write for wants, write in self._hit_timers if wants())
+                for bit, wants in self._hit_timers:
+                    if wants():
+                        takers |= bit
             if takers:
-                self._hand_on((takers, copy_context(), self._clock, key, cfg, start, self._now()), CacheHit)
+                record = (self._writers(takers), copy_context(), self._clock, key, cfg, start, self._now())
+                self._hand_on(record, CacheHit)
         except Exception:
             _report(self, CacheHit.name)
+
+    def _writers(self, takers: int) -> tuple[Write, ...]:
+        """Return those whose bits are set: the same tuple each time, since the collector counts what is queued."""
+        known = self._sets.get(takers)
+        if known is None:
+            known = tuple(write for place, (_, write) in enumerate(self._routes) if takers & 1 << place)
+            self._sets[takers] = known
+        return known
 
     def emit(self, event: Event) -> None:
         kind = type(event)
