@@ -67,6 +67,8 @@ Severity = Literal["debug", "info", "warning", "error"]
 Interval = tuple[float, float]
 """From when to when, on the loop's clock."""
 logger = logging.getLogger("asel")
+# What the tiers before memory say to every call that the fast lane answers.
+_BEFORE_MEMORY = {"override": "no override", "overlay": "no overlay has the key"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,11 @@ class CacheHit(Answer):
     name: ClassVar[str] = "cache_hit"
     level: Literal["memory", "persistent"]
     cfg: Any
+
+    @classmethod
+    def from_memory(cls, key: CacheKey, cfg: Any, start: float, end: float) -> CacheHit:
+        """Return the event of an answer from the fast lane: what the walk would have emitted."""
+        return cls(key=key, start=start, end=end, level="memory", cfg=cfg, declined=dict(_BEFORE_MEMORY))
 
     @property
     def tier(self) -> str:
@@ -520,7 +527,7 @@ class FanOut:
             except Exception:
                 self._report(hit, CacheHit.name)
         if self._routes and _any_wants(self._routes, CacheHit, self._report):
-            self._hand_over(CacheHit(key=key, start=start, end=self.now(), level="memory", cfg=cfg))
+            self._hand_over(CacheHit.from_memory(key, cfg, start, self.now()))
 
     def __call__(self, event: Event) -> None:
         """Give an event to the sinks: at once in the loop's thread, soon from any other."""

@@ -54,8 +54,6 @@ _HITS = (CacheHit, Override, OverlayHit)
 _NEVER = float("inf")
 # Of the hits, one in 64 is timed.
 _TIMED_MASK = 63
-# Answers from before memory, which a hit from the fast lane had as well.
-_BEFORE_MEMORY = {"override": "no override", "overlay": "no overlay has the key"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +219,7 @@ def _handle(record: tuple[Any, ...]) -> None:
         event = what[0]
         if len(what) > 1:
             key, cfg, start, end = what
-            event = CacheHit(key=key, start=start, end=end, level="memory", cfg=cfg, declined=_BEFORE_MEMORY)
+            event = CacheHit.from_memory(key, cfg, start, end)
         context.run(_write, takers, event, _epoch_ns(clock))
     except Exception:
         _report(takers, "an event")
