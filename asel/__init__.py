@@ -22,7 +22,7 @@ from asel.outcomes import Failed, Measured, Skipped, TuneReport
 from asel.policy import AutotunePolicy, forward_autotune_only, policy_override
 from asel.registry import autotune_recorded, clear_invocations, get_invocations, record_invocation, warm_up
 from asel.selection import ConfigSelectorChain
-from asel.telemetry import OpenTelemetrySink, StructlogSink
+from asel.telemetry import MetricsSink, OpenTelemetrySink, StructlogSink
 from asel.tuner import Tuner
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Kernel",
     "Measure",
     "Measured",
+    "MetricsSink",
     "NoConfigError",
     "OpenTelemetrySink",
     "OutputCheck",

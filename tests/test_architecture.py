@@ -57,6 +57,7 @@ ARROW = [
     "telemetry.names",
     "telemetry.tally",
     "telemetry.pipeline",
+    "telemetry.tap",
     "telemetry.structlog",
     "telemetry.opentelemetry",
     "telemetry.metrics",

@@ -79,7 +79,7 @@ def test_durations_have_buckets_from_a_microsecond_to_five_minutes():
     captured = CapturedTelemetry()
     [tap] = captured.sinks
     captured_sink = tap.sinks[1]
-    captured_sink.write(StoreFailed.of(KEY, "get", 0.0, 1.0, OSError("gone")), 0)
+    captured_sink.emit_at(StoreFailed.of(KEY, "get", 0.0, 1.0, OSError("gone")), 0)
     data = captured._reader.get_metrics_data()
     [metric] = [m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics if "duration" in m.name]
     [point] = metric.data.data_points

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from asel.events import Sink
 from asel.telemetry.metrics import MetricsSink
 from asel.telemetry.opentelemetry import OpenTelemetrySink
-from asel.telemetry.pipeline import Pipeline, PipelineStatistics, Tap, shared_pipeline
+from asel.telemetry.pipeline import Pipeline, PipelineStatistics, shared_pipeline
 from asel.telemetry.setup import Telemetry, configure
 from asel.telemetry.structlog import StructlogSink
+from asel.telemetry.tap import Tap
 
 __all__ = [
     "MetricsSink",
@@ -36,10 +37,10 @@ def default_sinks() -> tuple[Sink, ...]:
 def gathered(sinks: Iterable[Sink], pipeline: Pipeline | None = None) -> tuple[Sink, ...]:
     """Return sinks as a chain uses them: those that take their time behind one tap, in the place of the first.
 
-    They are asel's own, and whatever has `deferred = True`.
+    They say so with `deferred = True`, as asel's own do.
     """
     given = tuple(sinks)
-    slow = [sink for sink in given if hasattr(sink, "write") or getattr(sink, "deferred", False)]
+    slow = [sink for sink in given if getattr(sink, "deferred", False)]
     if not slow:
         return given
     tap = Tap(slow, shared_pipeline() if pipeline is None else pipeline)

@@ -11,8 +11,9 @@ from opentelemetry.trace import Tracer
 from asel.events import Sink
 from asel.telemetry.metrics import MetricsSink
 from asel.telemetry.opentelemetry import OpenTelemetrySink
-from asel.telemetry.pipeline import Pipeline, Tap
+from asel.telemetry.pipeline import Pipeline
 from asel.telemetry.structlog import StructlogSink
+from asel.telemetry.tap import Tap
 
 __all__ = ["CapturedTelemetry", "SpanTree"]
 

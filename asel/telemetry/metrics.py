@@ -61,6 +61,8 @@ class MetricsSink:
     One is enough for a process: the instruments of two over one meter would be reported twice.
     """
 
+    deferred = True
+
     def __init__(self, meter: Meter | None = None) -> None:
         self.tally = Tally()
         self._given = meter is not None
@@ -92,9 +94,9 @@ class MetricsSink:
         self._pipelines.add(pipeline)
 
     def emit(self, event: Event) -> None:
-        self.write(event, time.time_ns())
+        self.emit_at(event, time.time_ns())
 
-    def write(self, event: Event, epoch_ns: int) -> None:
+    def emit_at(self, event: Event, epoch_ns: int) -> None:
         """Record how long it took."""
         if (histograms := self._find_instruments()) is None:
             return

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from opentelemetry import trace
@@ -60,6 +61,7 @@ class OpenTelemetrySink:
     The caller's sampling decision is respected: inside a trace that is not sampled there is nothing to do.
     """
 
+    deferred = True
     makes_spans = True
 
     def __init__(self, tracer: trace.Tracer | None = None) -> None:
@@ -122,9 +124,9 @@ class OpenTelemetrySink:
 
     def emit(self, event: Event) -> None:
         """Make the span of an event that ended just now."""
-        self.write(event, time.time_ns() - round(event.end * 1e9))
+        copy_context().run(self.emit_at, event, time.time_ns() - round(event.end * 1e9))
 
-    def write(self, event: Event, epoch_ns: int) -> None:
+    def emit_at(self, event: Event, epoch_ns: int) -> None:
         """Make the event's span, and leave it current for whoever tells of the event next."""
         tracer = self._find_tracer()
         if tracer is not None and (made := _Making(self, tracer, event, epoch_ns).span()) is not None:

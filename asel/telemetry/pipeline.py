@@ -18,42 +18,36 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextvars import copy_context
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asel.errors import InvalidRequestError
-from asel.events import (
-    Answer,
-    CacheHit,
-    Event,
-    NoAnswer,
-    OverlayHit,
-    Override,
-    PendingJoin,
-    SheddingStarted,
-    SheddingStopped,
-    Sink,
-    StoreRead,
-)
+from asel.events import CacheHit, Event, SheddingStarted, SheddingStopped
 from asel.loop import LoopHandle
-from asel.telemetry.tally import Count, Tally
+from asel.telemetry.tally import Count
 
 if TYPE_CHECKING:
-    from asel.keys import CacheKey
+    from asel.telemetry.tap import Tap
 
-__all__ = ["Pipeline", "PipelineStatistics", "Tap", "shared_pipeline"]
+__all__ = [
+    "Pipeline",
+    "PipelineStatistics",
+    "Record",
+    "Write",
+    "epoch_ns",
+    "handle",
+    "report",
+    "shared_pipeline",
+    "write_all",
+]
 
 logger = logging.getLogger("asel")
 
 Write = Callable[[Event, int], object]
 """Tells a destination of an event; the number is when the event's clock was at zero, in nanoseconds since 1970."""
-
-_HITS = (CacheHit, Override, OverlayHit)
-_NEVER = float("inf")
-# Of the hits, one in 64 is timed.
-_TIMED_MASK = 63
+Record = tuple[Any, ...]
+"""An event in the queue: who takes it, its context, its clock, and the event; or, for a hit, what makes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +81,11 @@ class Pipeline:
         _pipelines.add(self)
 
     def _begin_anew(self) -> None:
-        self._queue: deque[tuple[Any, ...]] = deque()
+        self._queue: deque[Record] = deque()
         self._shed = {"ceiling": Count(), "closed": Count()}
         self._emitted = 0
         self._in_hand = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever holds it may be interrupted by a finalizer that asks for a config
         self._mail = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -104,7 +98,7 @@ class Pipeline:
         self._shedding: tuple[Tap, int] | None = None
         self._last_shed = 0
 
-    def offer(self, tap: Tap, record: tuple[Any, ...], ceiling: float) -> None:
+    def offer(self, tap: Tap, record: Record, ceiling: float) -> None:
         """Queue a record, or shed it where that many are queued already."""
         if len(self._queue) >= ceiling or self._closed:
             self._shed["closed" if self._closed else "ceiling"].add()
@@ -116,11 +110,12 @@ class Pipeline:
 
     def _wake(self) -> None:
         with self._lock:
-            self._asleep = False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="asel telemetry", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="asel telemetry", daemon=True)
+                thread.start()
+                self._thread = thread
                 _flush_at_exit()
+            self._asleep = False
             self._mail.set()
 
     # In the thread.
@@ -154,7 +149,7 @@ class Pipeline:
             if len(record) == 1:
                 record[0].set()  # a flush has come to its end
             else:
-                _handle(record)
+                handle(record)
                 self._emitted += 1
             self._in_hand = 0
         self._tell_shedding()
@@ -213,168 +208,48 @@ class Pipeline:
         return PipelineStatistics(self._emitted, shed, queued)
 
 
-def _handle(record: tuple[Any, ...]) -> None:
+def handle(record: Record) -> None:
+    """Tell those who take it of a record."""
     takers, context, clock, *what = record
     try:
         event = what[0]
         if len(what) > 1:
             key, cfg, start, end = what
             event = CacheHit.from_memory(key, cfg, start, end)
-        context.run(_write, takers, event, _epoch_ns(clock))
+        context.run(write_all, takers, event, epoch_ns(clock))
     except Exception:
-        _report(takers, "an event")
+        report(takers, "an event")
 
 
-def _write(takers: tuple[Write, ...], event: Event, epoch_ns: int) -> None:
+def write_all(takers: tuple[Write, ...], event: Event, epoch: int) -> None:
     """Tell every taker, in a context of the event's own: whoever makes a span leaves it there for the next."""
     for write in takers:
         try:
-            write(event, epoch_ns)
+            write(event, epoch)
         except Exception:
-            _report(write, event.name)
+            report(write, event.name)
 
 
 _reported: set[int] = set()
 
 
-def _report(culprit: object, name: str) -> None:
+def report(culprit: object, name: str) -> None:
+    """Log that a sink failed, once for each."""
     owner = id(getattr(culprit, "__self__", culprit))
     if owner not in _reported:
         _reported.add(owner)
         logger.exception("a sink failed on %r; it is kept, and not reported again", name)
 
 
-def _epoch_ns(clock: LoopHandle | None) -> int:
+def epoch_ns(clock: LoopHandle | None) -> int:
+    """Return when a clock was at zero; without a loop, the clock is the system's monotonic one."""
     return time.time_ns() - time.monotonic_ns() if clock is None else clock.epoch_ns()
-
-
-class Tap:
-    """A sink that hands events to others through a pipeline; without one, at once.
-
-    Its sinks are called in the event's own context, so they see the caller's span and structlog's
-    context variables. One that has `write(event, epoch_ns)` is given that, any other `emit(event)`.
-    """
-
-    never_raises = True
-
-    def __init__(self, sinks: Iterable[Sink], pipeline: Pipeline | None) -> None:
-        # Spans before the rest: measurements and log entries refer to them.
-        self.sinks = tuple(sorted(sinks, key=lambda sink: not getattr(sink, "makes_spans", False)))
-        self._pipeline = pipeline
-        self._clock: LoopHandle | None = None
-        self._now: Callable[[], float] = time.monotonic
-        self._routes = tuple((_wants(sink), _writer(sink)) for sink in self.sinks)
-        # A sink that counts is asked about hits only now and then.
-        counting = [sink for sink in self.sinks if hasattr(sink, "tally")]
-        bits = [(1 << place, _wants_hit(sink)) for place, sink in enumerate(self.sinks)]
-        self._hit_routes = tuple(bit for bit, sink in zip(bits, self.sinks, strict=True) if sink not in counting)
-        self._hit_timers = tuple(bit for bit, sink in zip(bits, self.sinks, strict=True) if sink in counting)
-        self._sets: dict[int, tuple[Write, ...]] = {}
-        self._tallies: tuple[Tally, ...] = tuple(sink.tally for sink in counting)
-        for sink in self.sinks:
-            if pipeline is not None and hasattr(sink, "observe"):
-                sink.observe(pipeline)
-        _taps.add(self)
-
-    def wants(self, kind: type[Event]) -> bool:
-        """Tell whether anyone looks at events of this kind, or counts them."""
-        return (bool(self._tallies) and issubclass(kind, Answer)) or any(wants(kind) for wants, _ in self._routes)
-
-    def hit(self, key: CacheKey, cfg: Any, start: float) -> None:
-        """Tell of an answer from the fast lane: counted here, all else later."""
-        try:
-            nth = 1
-            for tally in self._tallies:
-                nth = tally.hits[key[1]]()
-            takers = 0
-            for bit, wants in self._hit_routes:
-                if wants():
-                    takers |= bit
-            if nth & _TIMED_MASK == 0:
-                for bit, wants in self._hit_timers:
-                    if wants():
-                        takers |= bit
-            if takers:
-                record = (self._writers(takers), copy_context(), self._clock, key, cfg, start, self._now())
-                self._hand_on(record, CacheHit)
-        except Exception:
-            _report(self, CacheHit.name)
-
-    def _writers(self, takers: int) -> tuple[Write, ...]:
-        """Return those whose bits are set: the same tuple each time, since the collector counts what is queued."""
-        known = self._sets.get(takers)
-        if known is None:
-            known = tuple(write for place, (_, write) in enumerate(self._routes) if takers & 1 << place)
-            self._sets[takers] = known
-        return known
-
-    def emit(self, event: Event) -> None:
-        kind = type(event)
-        if isinstance(event, Answer) and event.key is not None and event.tier != "left":
-            for tally in self._tallies:
-                tally.add(event.key.op_id, event.tier)
-        takers = tuple(write for wants, write in self._routes if wants(kind))
-        if takers:
-            self._hand_on((takers, copy_context(), self._clock, event), kind)
-
-    def _hand_on(self, record: tuple[Any, ...], kind: type[Event]) -> None:
-        if self._pipeline is None:
-            _handle(record)
-        else:
-            self._pipeline.offer(self, record, self._pipeline.ceiling * _patience(kind))
-
-    def tell(self, kind: type[Event], **facts: Any) -> None:
-        """Tell the sinks of something that happened to the telemetry itself."""
-        now = self._now()
-        event = kind(key=None, start=now, end=now, **facts)
-        takers = tuple(write for wants, write in self._routes if wants(kind))
-        copy_context().run(_write, takers, event, _epoch_ns(self._clock))
-
-    def watch(self, loop: LoopHandle, statistics: Callable[[], Any] | None) -> None:
-        """Take times for the loop's, and let sinks that measure look at a chain."""
-        self._clock, self._now = loop, loop.now
-        for sink in self.sinks:
-            if hasattr(sink, "watch"):
-                sink.watch(loop, statistics)
-
-    @property
-    def is_flushed(self) -> bool:
-        return self._pipeline is None or self._pipeline.is_flushed
-
-    def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until all that was emitted so far is handled; False if that takes longer."""
-        return self._pipeline is None or self._pipeline.flush(timeout_s)
-
-
-def _patience(kind: type[Event]) -> float:
-    """Return how many ceilings' worth of events may be queued before one of this kind is shed."""
-    if kind in _HITS:
-        return 1
-    if issubclass(kind, Answer | PendingJoin | StoreRead) and kind is not NoAnswer:
-        return 2
-    return _NEVER
-
-
-def _wants(sink: Any) -> Callable[[type[Event]], bool]:
-    wants: Callable[[type[Event]], bool] = getattr(sink, "wants", lambda kind: True)
-    return wants
-
-
-def _wants_hit(sink: Any) -> Callable[[], bool]:
-    wants_hit: Callable[[], bool] = getattr(sink, "wants_hit", functools.partial(_wants(sink), CacheHit))
-    return wants_hit
-
-
-def _writer(sink: Any) -> Write:
-    write: Write | None = getattr(sink, "write", None)
-    return write or (lambda event, epoch_ns: sink.emit(event))
 
 
 # ---------------------------------------------------------------------------------------------
 # One for the process.
 
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
-_taps: weakref.WeakSet[Tap] = weakref.WeakSet()
 
 
 @functools.cache
@@ -399,9 +274,6 @@ def _after_fork() -> None:
     # The thread stayed in the parent, and with it whatever it was about to do: the parent tells of that.
     for pipeline in list(_pipelines):
         pipeline._begin_anew()
-    for sink in {id(sink): sink for tap in list(_taps) for sink in tap.sinks}.values():
-        if hasattr(sink, "after_fork"):
-            sink.after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -27,6 +27,8 @@ class StructlogSink:
     happened, with the context variables and the span of its caller.
     """
 
+    deferred = True
+
     def __init__(self, logger: Any = None) -> None:
         self._given = logger
         self._bound: Any = None
@@ -58,9 +60,9 @@ class StructlogSink:
         return True
 
     def emit(self, event: Event) -> None:
-        self.write(event, time.time_ns())
+        self.emit_at(event, time.time_ns())
 
-    def write(self, event: Event, epoch_ns: int) -> None:
+    def emit_at(self, event: Event, epoch_ns: int) -> None:
         """Log the event."""
         facts = _facts(event)
         if self._goes_to_stdlib():
