@@ -23,7 +23,7 @@ from asel.persistent import PersistentCache
 from asel.policy import AutotunePolicy, forward_autotune_only, policy_override
 from asel.registry import autotune_recorded, clear_invocations, get_invocations, record_invocation, warm_up
 from asel.selection import ConfigSelectorChain
-from asel.telemetry import OpenTelemetrySink, StructlogSink
+from asel.telemetry import MetricsSink, OpenTelemetrySink, StructlogSink
 from asel.tuner import Tuner
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Kernel",
     "Measure",
     "Measured",
+    "MetricsSink",
     "NoConfigError",
     "OpenTelemetrySink",
     "OutputCheck",

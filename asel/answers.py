@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal
 
@@ -10,7 +11,7 @@ from asel.kernel import Cfg
 from asel.keys import CacheKey
 from asel.outcomes import TuneReport
 
-__all__ = ["Explanation", "Selection", "Tier", "TierSays"]
+__all__ = ["Explanation", "Selection", "Statistics", "Tier", "TierSays"]
 
 Tier = Literal["override", "overlay", "memory", "persistent", "autotune", "heuristics"]
 
@@ -25,6 +26,26 @@ class Selection(Generic[Cfg]):
     checksum: str
     report: TuneReport[Cfg] | None
     declined: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a chain is doing at one moment."""
+
+    pending: Mapping[str, int]
+    """Tunes in flight, by op."""
+    waiters: Mapping[str, int]
+    """Callers that wait for them, by op."""
+    queued: int
+    """Keys that the loop has yet to see to in the background."""
+
+    @classmethod
+    def of(cls, tunes: Iterable[tuple[str, int]], queued: int) -> Statistics:
+        pending, waiters = Counter[str](), Counter[str]()
+        for op, waiting in tunes:
+            pending[op] += 1
+            waiters[op] += waiting
+        return cls(pending, waiters, queued)
 
 
 @dataclass(frozen=True, slots=True)

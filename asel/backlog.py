@@ -69,6 +69,10 @@ class Backlog:
     def is_empty(self) -> bool:
         return not self._queued
 
+    @property
+    def size(self) -> int:
+        return len(self._queued)
+
     async def until_empty(self) -> None:
         while self._queued:
             await self._progress.wait()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 from asel.answers import Selection, Tier
 from asel.devices import Settings
@@ -11,13 +13,40 @@ from asel.errors import NoConfigError
 from asel.keys import KeyMemo, Resolved
 from asel.policy import AutotunePolicy, objective_of
 
-__all__ = ["Call"]
+__all__ = ["Asked", "Call", "asking"]
+
+
+class Asked(NamedTuple):
+    """What telemetry knows a call by, while it has no answer: a number of its own, and when it was made."""
+
+    id: int
+    start: float
+
+
+asking: ContextVar[Asked | None] = ContextVar("asel_asking", default=None)
+"""The call that the current task is walking the tiers for. Holds no arrays: events keep it until they are told."""
+
+_ids = count()
 
 
 class Call:
     """What a call brings, what is known of it, and why each tier so far had no answer."""
 
-    __slots__ = ("checksum", "declined", "inv", "kernel", "key", "known", "objective", "policy", "settings", "start")
+    __slots__ = (
+        "began",
+        "checksum",
+        "declined",
+        "inv",
+        "kernel",
+        "key",
+        "known",
+        "objective",
+        "policy",
+        "settings",
+        "start",
+        "tune_id",
+        "waiting_since",
+    )
 
     def __init__(self, inv: Any, kernel: Any, known: Resolved[Any], policy: AutotunePolicy, start: float) -> None:
         self.inv = inv
@@ -30,6 +59,21 @@ class Call:
         self.start = start
         self.settings: Settings | None = None
         self.declined: dict[str, str] = {}
+        self.tune_id: str | None = None
+        self.began = False
+        self.waiting_since: float | None = None
+
+    def asked(self) -> Asked:
+        return Asked(next(_ids), self.start)
+
+    def meet(self, tune_id: str, began: bool) -> None:
+        """Note the tune this call began, or found pending."""
+        self.tune_id, self.began = tune_id, began or (self.began and self.tune_id == tune_id)
+
+    def account(self, now: float) -> dict[str, Any]:
+        """Return what every kind of answer tells of the way to it."""
+        wait_s = 0.0 if self.waiting_since is None else now - self.waiting_since
+        return {"declined": dict(self.declined), "tune_id": self.tune_id, "began": self.began, "wait_s": wait_s}
 
     def decline(self, tier: Tier, why: str) -> Selection[Any] | None:
         """Note why a tier has no answer; returns the None that sends the walk to the next."""

@@ -1,7 +1,8 @@
 """Everything that happens, as values: one frozen dataclass for each kind of event.
 
 Events are handed to sinks on the event loop, in the order in which things happened. A sink is
-quick and synchronous; one that raises is reported once and never breaks a selection.
+quick and synchronous; one that raises is reported once and never breaks a selection. One that takes
+its time is given to a `telemetry.Tap`, which calls it from a thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
     from asel.keys import CacheKey
 
 __all__ = [
+    "Answer",
     "AutotuneFailed",
     "AutotuneFinish",
     "AutotuneStart",
+    "Autotuned",
     "CacheHit",
+    "CallerLeft",
     "CandidateEliminated",
     "CandidateFailed",
     "CandidateMeasured",
@@ -49,14 +53,23 @@ __all__ = [
     "PendingJoin",
     "Persisted",
     "RecordRejected",
+    "SheddingStarted",
+    "SheddingStopped",
     "Sink",
     "Stale",
     "StoreFailed",
+    "StoreRead",
     "StoreRecovered",
+    "StoreRetry",
+    "WinnerFailed",
 ]
 
 Severity = Literal["debug", "info", "warning", "error"]
+Interval = tuple[float, float]
+"""From when to when, on the loop's clock."""
 logger = logging.getLogger("asel")
+# What the tiers before memory say to every call that the fast lane answers.
+_BEFORE_MEMORY = {"override": "no override", "overlay": "no overlay has the key"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,28 +100,78 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Override(Event):
+class Answer(Event):
+    """How a call ended: what the kinds of answers have in common.
+
+    `declined` says why each tier asked before had no answer. `tune_id` is the tune the caller began
+    (`began`) or found pending, and `wait_s` how long it waited for it.
+    """
+
+    _tier: ClassVar[str]
+
+    declined: Mapping[str, str] = field(default_factory=dict)
+    wait_s: float = 0.0
+    tune_id: str | None = None
+    began: bool = False
+
+    @property
+    def tier(self) -> str:
+        """The tier that answered; `error` and `left` where none did."""
+        return self._tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override(Answer):
     """The caller brought its own config."""
 
     name: ClassVar[str] = "override"
+    _tier: ClassVar[str] = "override"
     cfg: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlayHit(Event):
+class OverlayHit(Answer):
     """An active `overlay_cache` held the key."""
 
     name: ClassVar[str] = "overlay_hit"
+    _tier: ClassVar[str] = "overlay"
     cfg: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheHit(Event):
+class CacheHit(Answer):
     """Memory or the store had the answer."""
 
     name: ClassVar[str] = "cache_hit"
     level: Literal["memory", "persistent"]
     cfg: Any
+
+    @classmethod
+    def from_memory(cls, key: CacheKey, cfg: Any, start: float, end: float) -> CacheHit:
+        """Return the event of an answer from the fast lane: what the walk would have emitted."""
+        return cls(key=key, start=start, end=end, level="memory", cfg=cfg, declined=dict(_BEFORE_MEMORY))
+
+    @property
+    def tier(self) -> str:
+        return self.level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autotuned(Answer):
+    """The tune that the caller waited for was its answer."""
+
+    name: ClassVar[str] = "autotuned"
+    _tier: ClassVar[str] = "autotune"
+    cfg: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerLeft(Answer):
+    """A caller left without an answer: it was cancelled, or the chain closed."""
+
+    name: ClassVar[str] = "caller_left"
+    _tier: ClassVar[str] = "left"
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +185,7 @@ class PendingJoin(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneStart(Event):
-    """A tune began. `background`: nobody waits for it yet."""
+    """A tune began. `background`: whoever caused it does not wait for it."""
 
     name: ClassVar[str] = "autotune_start"
     severity: ClassVar[Severity] = "info"
@@ -144,7 +207,7 @@ class CandidateStart(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateMeasured(Event):
-    """A candidate ran."""
+    """A candidate ran. Its steps are told as `(start, end)`: compiling, and from the first sample to the last."""
 
     name: ClassVar[str] = "candidate_measured"
     tune_id: str
@@ -153,6 +216,8 @@ class CandidateMeasured(Event):
     median_s: float
     compile_s: float
     samples: int
+    compiled: Interval | None = None
+    measured: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +233,8 @@ class CandidateFailed(Event):
     error_type: str
     message: str
     still_busy: bool = False
+    compiled: Interval | None = None
+    measured: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +270,8 @@ class AutotuneFinish(Event):
     measured: int
     failed: int
     skipped: int
+    margin: float | None = None
+    """By how much of the incumbent's time the winner is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,12 +302,12 @@ class Persisted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heuristics(Event):
+class Heuristics(Answer):
     """The kernel's own guess was the answer; `declined` says why nothing better was."""
 
     name: ClassVar[str] = "heuristics"
+    _tier: ClassVar[str] = "heuristics"
     cfg: Any
-    declined: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +342,60 @@ class LateTune(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WinnerFailed(Event):
+    """A config that had won a tune failed in a real call."""
+
+    name: ClassVar[str] = "winner_failed"
+    severity: ClassVar[Severity] = "warning"
+    cfg: Any
+    error_type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRead(Event):
+    """The store was asked for a record, and answered."""
+
+    name: ClassVar[str] = "store_read"
+    found: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRejected(Event):
+    """The store holds something that is no record, or not one for this key; it counts as a miss."""
+
+    name: ClassVar[str] = "record_rejected"
+    severity: ClassVar[Severity] = "warning"
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimWait(Event):
+    """The right to tune a key was asked for, from a store that other processes share.
+
+    `held`: this process tunes. `record`: another's result came meanwhile. `timed_out`: whoever holds
+    the claim is stuck for all one knows, and this process tunes, too.
+    """
+
+    name: ClassVar[str] = "claim_wait"
+    waited_s: float
+    outcome: Literal["held", "record", "timed_out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRecovered(Event):
+    """The store answers again, after `failing_s` seconds in which it did not."""
+
+    name: ClassVar[str] = "store_recovered"
+    severity: ClassVar[Severity] = "info"
+    operation: str
+    failing_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFailed(Event):
-    """The store did not answer; its tier declined."""
+    """The store stopped answering; its tier declined. Told once for each outage."""
 
     name: ClassVar[str] = "store_error"
     severity: ClassVar[Severity] = "warning"
@@ -289,45 +410,21 @@ class StoreFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreRecovered(Event):
-    """The store works again after it failed for `failing_s` seconds."""
+class StoreRetry(StoreFailed):
+    """The store was tried again after a rest, and failed again."""
 
-    name: ClassVar[str] = "store_recovered"
-    severity: ClassVar[Severity] = "info"
-    operation: str
-    failing_s: float
+    name: ClassVar[str] = "store_retry"
+    severity: ClassVar[Severity] = "debug"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordRejected(Event):
-    """Something in the store could not be used, and counts as a miss."""
-
-    name: ClassVar[str] = "record_rejected"
-    severity: ClassVar[Severity] = "warning"
-    where: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimWait(Event):
-    """A tune waited for another process that was tuning the same key.
-
-    It ended with that one's record, with the claim, or because the wait was over: then both tune.
-    """
-
-    name: ClassVar[str] = "claim_wait"
-    waited_s: float
-    outcome: Literal["record", "held", "timed_out"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoAnswer(Event):
-    """Every tier declined."""
+class NoAnswer(Answer):
+    """Every tier declined, or the tune that was waited for failed and nothing else may answer."""
 
     name: ClassVar[str] = "error"
     severity: ClassVar[Severity] = "error"
-    reason: str
-    declined: Mapping[str, str]
+    _tier: ClassVar[str] = "error"
+    reason: Literal["no_config", "tune_failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,8 +439,31 @@ class Closed(Event):
     """The results that never reached the store."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SheddingStarted(Event):
+    """More telemetry was offered than could be handled: hits are not told one by one for now."""
+
+    name: ClassVar[str] = "shedding_started"
+    severity: ClassVar[Severity] = "warning"
+    queued: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SheddingStopped(Event):
+    """All that happens is told again; `shed` events were not."""
+
+    name: ClassVar[str] = "shedding_stopped"
+    severity: ClassVar[Severity] = "warning"
+    shed: int
+
+
 class Sink(Protocol):
-    """Where events go. May also have `wants(kind)`, asked before an event of that kind is made."""
+    """Where events go. May also have `wants(kind)`, asked before an event of that kind is made.
+
+    One with `hit(key, cfg, start)` is told of answers from the fast lane that way, without an event; it
+    and its `emit` may be called from any thread. `watch(loop, statistics)` and `flush(timeout_s)` are
+    called where a sink has them: when a chain gets to know its loop, and when it closes.
+    """
 
     def emit(self, event: Event) -> None: ...
 
@@ -353,17 +473,26 @@ def _anything(kind: type[Event]) -> bool:
 
 
 _Route = tuple[Callable[[type[Event]], bool], Callable[[Event], object]]
+_SLOW_S = 0.1
 
 
 class FanOut:
     """Hands each event to every sink, on one loop, and keeps a failing one from hurting the rest.
 
-    `now` is the clock events are stamped with: the loop's, once there is one.
+    `now` is the clock events are stamped with: the loop's, once there is one. `listening`: there is
+    a sink at all. `hit(key, cfg, start)` tells of an answer from the fast lane. `statistics` is handed to
+    the sinks that watch.
     """
 
-    def __init__(self, sinks: Iterable[Sink] = (), on_event: Callable[[Event], object] | None = None) -> None:
+    def __init__(
+        self,
+        sinks: Iterable[Sink] = (),
+        on_event: Callable[[Event], object] | None = None,
+        statistics: Callable[[], Any] | None = None,
+    ) -> None:
         self._sinks: tuple[Sink, ...] = tuple(sinks)
         self._on_event = on_event
+        self._statistics = statistics
         self._loop: LoopHandle | None = None
         self.now: Callable[[], float] = time.monotonic
         self._reported: set[int] = set()
@@ -371,8 +500,12 @@ class FanOut:
 
     def bind(self, loop: LoopHandle) -> None:
         """Hand events over to this loop from now on, and take the time from it."""
+        if self._loop is not None and self._loop.native is loop.native and self._loop.is_current():
+            return
         self._loop = loop
         self.now = loop.now
+        for watch in self._having("watch"):
+            self._guard(watch, "watch", loop, self._statistics)
 
     def add(self, sink: Sink) -> None:
         self._sinks = (*self._sinks, sink)
@@ -383,40 +516,98 @@ class FanOut:
         self._settle()
 
     def _settle(self) -> None:
-        routes: list[_Route] = [(getattr(sink, "wants", _anything), sink.emit) for sink in self._sinks]
+        taps = [sink for sink in self._sinks if hasattr(sink, "hit")]
+        others = [sink for sink in self._sinks if sink not in taps]
+        self._hits: tuple[Callable[[CacheKey, Any, float], object], ...] = tuple(tap.hit for tap in taps)
+        self._taps: tuple[_Route, ...] = tuple((getattr(tap, "wants", _anything), tap.emit) for tap in taps)
+        routes: list[_Route] = [(getattr(sink, "wants", _anything), sink.emit) for sink in others]
         if self._on_event is not None:
             routes.append((_anything, self._on_event))
-        self.routes = tuple(routes)
+        self._routes = tuple(routes)
+        self.listening = bool(taps or routes)
+        # Most chains have one tap that never raises, and nothing else.
+        alone = len(taps) == 1 and not routes and getattr(taps[0], "never_raises", False)
+        self.hit = self._hits[0] if alone else self._tell_hit
 
     def wants(self, kind: type[Event]) -> bool:
         """Tell whether anyone would look at an event of this kind."""
-        for ask, _ in self.routes:
+        return _any_wants(self._taps, kind, self._report) or _any_wants(self._routes, kind, self._report)
+
+    def _tell_hit(self, key: CacheKey, cfg: Any, start: float) -> None:
+        for hit in self._hits:
             try:
-                if ask(kind):
-                    return True
+                hit(key, cfg, start)
             except Exception:
-                self._report(ask, kind.name)
-        return False
+                self._report(hit, CacheHit.name)
+        if self._routes and _any_wants(self._routes, CacheHit, self._report):
+            self._hand_over(CacheHit.from_memory(key, cfg, start, self.now()))
 
     def __call__(self, event: Event) -> None:
         """Give an event to the sinks: at once in the loop's thread, soon from any other."""
+        for ask, emit in self._taps:
+            self._give(event, ask, emit)
+        if self._routes:
+            self._hand_over(event)
+
+    def _hand_over(self, event: Event) -> None:
         loop = self._loop
         if loop is None or loop.is_current() or not loop.post(partial(self._deliver, event)):
             self._deliver(event)
 
     def _deliver(self, event: Event) -> None:
-        for ask, emit in self.routes:
-            try:
-                if ask(type(event)):
-                    emit(event)
-            except Exception:
-                self._report(emit, event.name)
+        for ask, emit in self._routes:
+            start = time.perf_counter()
+            self._give(event, ask, emit)
+            if time.perf_counter() - start > _SLOW_S and self._first_of(emit):
+                logger.warning(
+                    "a sink was slow on %r and held up the event loop; give it `deferred = True`", event.name
+                )
+
+    def _give(self, event: Event, ask: Callable[[type[Event]], bool], emit: Callable[[Event], object]) -> None:
+        try:
+            if ask(type(event)):
+                emit(event)
+        except Exception:
+            self._report(emit, event.name)
+
+    def flush(self, timeout_s: float) -> None:
+        """Have every sink finish what it was given, within a bound; blocks, so never on the loop."""
+        deadline = time.monotonic() + timeout_s
+        for flush in self._having("flush"):
+            self._guard(flush, "flush", max(0.0, deadline - time.monotonic()))
+
+    @property
+    def is_flushed(self) -> bool:
+        return all(getattr(sink, "is_flushed", not hasattr(sink, "flush")) for sink in self._sinks)
+
+    def _having(self, method: str) -> list[Callable[..., object]]:
+        return [getattr(sink, method) for sink in self._sinks if hasattr(sink, method)]
+
+    def _guard(self, method: Callable[..., object], name: str, *args: Any) -> None:
+        try:
+            method(*args)
+        except Exception:
+            self._report(method, name)
 
     def _report(self, culprit: object, name: str) -> None:
-        owner = id(getattr(culprit, "__self__", culprit))
-        if owner not in self._reported:
-            self._reported.add(owner)
+        if self._first_of(culprit):
             logger.exception("a sink failed on %r; it is kept, and not reported again", name)
+
+    def _first_of(self, culprit: object) -> bool:
+        owner = id(getattr(culprit, "__self__", culprit))
+        first = owner not in self._reported
+        self._reported.add(owner)
+        return first
+
+
+def _any_wants(routes: tuple[_Route, ...], kind: type[Event], report: Callable[[object, str], None]) -> bool:
+    for ask, _ in routes:
+        try:
+            if ask(kind):
+                return True
+        except Exception:
+            report(ask, kind.name)
+    return False
 
 
 class EventStream(ObjectReceiveStream[Event]):

@@ -12,7 +12,7 @@ import anyio
 from asel.checks import Check, OutputMismatch
 from asel.devices import Settings, environment
 from asel.errors import InvalidRequestError, TuningError
-from asel.events import CandidateFailed, CandidateMeasured, CandidateSkipped, Event
+from asel.events import CandidateFailed, CandidateMeasured, CandidateSkipped, Event, Interval
 from asel.kernel import Cfg
 from asel.keys import CacheKey, Objective, config_form
 from asel.measure import How, Sampler, Trial
@@ -65,6 +65,8 @@ class TuneJob(Generic[Cfg]):
     board: Board | None = None
     expected: list[Any] | None = None
     """The outputs that every candidate's are compared with, where outputs are checked."""
+    steps: dict[tuple[int, str], Interval] = field(default_factory=dict)
+    """When each candidate was compiled, and when it was measured: from its first sample to its last."""
     spent_s: float = 0.0
     """Compiling and measuring; waiting for one's turn is free."""
     seconds: float = 0.0
@@ -73,9 +75,16 @@ class TuneJob(Generic[Cfg]):
 
     def tell(self, kind: type[Event], index: int, start: float, **facts: Any) -> None:
         """Emit an event about a candidate."""
-        now = anyio.current_time()
         about = {"tune_id": self.id, "index": index, "cfg": self.candidates[index]}
-        self.emit(kind(key=self.key, start=start, end=now, **about, **facts))
+        self.emit(kind(key=self.key, start=start, **{"end": anyio.current_time(), **about, **facts}))
+
+    def note_step(self, index: int, step: str, start: float, end: float) -> None:
+        """Note when a candidate was at a step, again perhaps."""
+        first, _ = self.steps.get((index, step), (start, end))
+        self.steps[index, step] = (first, end)
+
+    def times(self, index: int) -> dict[str, Interval | None]:
+        return {"compiled": self.steps.get((index, "compile")), "measured": self.steps.get((index, "measure"))}
 
     def skip(self, index: int, reason: str) -> None:
         self.tell(CandidateSkipped, index, anyio.current_time(), reason=reason)
@@ -94,7 +103,7 @@ class TuneJob(Generic[Cfg]):
         kind = getattr(error, "type_name", None) or type(error).__name__  # a worker's errors are known by name
         failed = Failed(self.candidates[index], stage, kind, message, error)
         facts = {"stage": stage, "error_type": failed.error_type, "message": message, "still_busy": busy}
-        self.tell(CandidateFailed, index, start, **facts)
+        self.tell(CandidateFailed, index, start, **facts, **self.times(index))
         self.outcomes[index] = failed
 
     def note_left_behind(self, trial: Trial[Any]) -> None:
@@ -203,7 +212,9 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
                 eliminated=board.dropped.get(index),
             )
             facts = {"median_s": board.median(index), "compile_s": runner.compile_s, "samples": len(samples)}
-            job.tell(CandidateMeasured, index, runner.started, **facts)
+            if (measured := job.steps.get((index, "measure"))) is not None:
+                facts["end"] = measured[1]  # others were sampled since
+            job.tell(CandidateMeasured, index, runner.started, **facts, **job.times(index))
     for index, first in job.aliases.items():
         _settle_alias(job, index, first)
     for index in range(len(job.candidates)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from typing import Any
@@ -17,7 +18,7 @@ class LoopHandle:
     """The event loop it was made in, for use from any thread.
 
     `now` is that loop's clock (a virtual one in tests), so every time in an event, whichever
-    thread it comes from, is on one axis.
+    thread it comes from, is on one axis. `epoch_ns` is when that clock was at zero, on the wall's.
     """
 
     def __init__(self) -> None:
@@ -28,12 +29,27 @@ class LoopHandle:
         self.now: Callable[[], float]
         if isinstance(native, asyncio.AbstractEventLoop):
             self._post = native.call_soon_threadsafe
-            self.now = native.time
+            # What asyncio's own loops would call, without the call in between: hits are timed.
+            own = type(native).time is asyncio.BaseEventLoop.time
+            self.now = time.monotonic if own else native.time
+            virtual = getattr(native, "virtual", False)
         else:
             import trio
 
+            clock = trio.lowlevel.current_clock()
             self._post = native.run_sync_soon
-            self.now = trio.lowlevel.current_clock().current_time
+            self.now = clock.current_time
+            virtual = hasattr(clock, "jump")
+        # A virtual clock has no fixed relation to the wall's, so it is given one, from here on.
+        self._epoch_ns = self._epoch_now_ns() if virtual else None
+
+    def epoch_ns(self) -> int:
+        """Return what to add to a time of this loop, in nanoseconds, to get the time of day."""
+        # Asked anew each time: the wall's clock is set, and a machine that sleeps stops the loop's.
+        return self._epoch_now_ns() if self._epoch_ns is None else self._epoch_ns
+
+    def _epoch_now_ns(self) -> int:
+        return time.time_ns() - round(self.now() * 1e9)
 
     def is_current(self) -> bool:
         """Tell whether the calling code runs in this loop's thread."""

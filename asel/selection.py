@@ -12,14 +12,17 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asel.adapters import as_tuner
-from asel.answers import Explanation, Selection
+from asel.answers import Explanation, Selection, Statistics
 from asel.backlog import Backlog
 from asel.cache import ConfigCache, Done, Hit, Miss, Pending, overlaid
-from asel.calls import Call
+from asel.calls import Call, asking
 from asel.devices import current_settings, environment
-from asel.errors import InvalidRequestError, SelectorClosedError, StoreError, TuningError
+from asel.errors import InvalidRequestError, NoConfigError, SelectorClosedError, StoreError, TuningError
 from asel.events import (
+    Answer,
+    Autotuned,
     CacheHit,
+    CallerLeft,
     Closed,
     Event,
     EventStream,
@@ -52,7 +55,8 @@ from asel.policy import (
 from asel.reading import Reading
 from asel.registry import record_invocation
 from asel.scopes import any_scope_here
-from asel.telemetry import default_sinks
+from asel.telemetry import default_sinks, gathered
+from asel.threads import run_in_thread
 from asel.tuner import Tuner
 from asel.tuning import Tune, Tuning, inside_a_tune
 
@@ -68,7 +72,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     callers who began them. Without `async with` a tune runs inside its first caller.
 
     Leaving the context cancels tunes in flight. A thread that is compiling or measuring gets
-    `close_grace_s` seconds to finish its step; what is left is named in the `closed` event.
+    `close_grace_s` seconds to finish its step; what is left is named in the `closed` event. Telemetry
+    that is still queued then gets as long.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self.close_grace_s = _checked_seconds("close_grace_s", close_grace_s)
         self._policy = _checked_policy(AutotunePolicy() if policy is None else policy)
         self._keys = KeyMemo()
-        self._events = FanOut(default_sinks() if sinks is None else sinks, on_event)
+        self._events = FanOut(gathered(default_sinks() if sinks is None else sinks), on_event, self.statistics)
         self._streams: list[EventStream] = []
         self._store = as_persistence(persistent)
         _checked_seconds("store_timeout_s", store_timeout_s)
@@ -137,8 +142,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             UnstableKeyError: an argument has no stable identity.
             SelectorClosedError: the chain closed before there was an answer.
         """
+        start = self._events.now() if self._events.listening else 0.0
         known = self._keys.resolve(inv, kernel)
-        if (lane := self._lane(inv, known)) is not None:
+        if (lane := self._lane(inv, known, start)) is not None:
             return lane[2]  # type: ignore[no-any-return]
         return (await self._walk(self._call(inv, kernel, known))).cfg
 
@@ -153,15 +159,16 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if self._tasks is None:  # not bound to a loop, so each caller may bring another
             self._bind_loop()
             call.start = self._events.now()
-        return (
-            self._override(call)
-            or self._overlay(call)
-            or self._memory(call)
-            or await self._persistent(call)
-            or await self._autotune(call)
-            or self._heuristics(call)
-            or self._error(call)
-        )
+        with self._asking(call):
+            return (
+                self._override(call)
+                or self._overlay(call)
+                or self._memory(call)
+                or await self._persistent(call)
+                or await self._autotune(call)
+                or self._heuristics(call)
+                or self._error(call)
+            )
 
     def choose_nowait(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Return the config `inv` should run with, from what is known at this moment.
@@ -172,8 +179,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         Raises:
             NoConfigError: neither override, overlay, memory nor heuristics had an answer.
         """
+        start = self._events.now() if self._events.listening else 0.0
         known = self._keys.resolve(inv, kernel)
-        if (lane := self._lane(inv, known)) is not None:
+        if (lane := self._lane(inv, known, start)) is not None:
             return lane[2]  # type: ignore[no-any-return]
         call = self._call(inv, kernel, known)
         return (
@@ -185,7 +193,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             or self._error(call)
         ).cfg
 
-    def _lane(self, inv: Any, known: Resolved[Any]) -> tuple[int, Any, Any] | None:
+    def _lane(self, inv: Any, known: Resolved[Any], start: float) -> tuple[int, Any, Any] | None:
         """Return the memory tier's last answer to this signature if it still stands.
 
         The fast lane past the walk: no scope is open that could answer before memory or change the
@@ -203,9 +211,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return None
         if cache.max_entries is not None:
             cache.touch(known.key, known.checksum(objective_of(self._policy)))
-        if events.routes and events.wants(CacheHit):
-            now = events.now()
-            events(CacheHit(key=known.key, start=now, end=now, level="memory", cfg=lane[2]))
+        if events.listening:
+            events.hit(known.key, lane[2], start)
         return lane
 
     def _call(self, inv: Any, kernel: Any, known: Resolved[Any] | None = None) -> Call:
@@ -239,9 +246,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if isinstance(found, Hit):
             if not any_scope_here():
                 call.known.lane = (generation, call.policy, found.cfg)
-            self._emit(CacheHit, call, level="memory", cfg=found.cfg)
             for asked_before in ("memory", "persistent"):  # as after a store read, when memory is asked again
                 call.declined.pop(asked_before, None)
+            self._emit(CacheHit, call, level="memory", cfg=found.cfg)
             return call.answer("memory", found.cfg, found.provenance.report)
         if isinstance(found, Miss):
             for checksum, done in found.stale:
@@ -293,9 +300,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _found(self, call: Call, done: Done[Cfg]) -> Selection[Cfg]:
         """Answer with what a tune found, or with the record of another process's."""
         if done.provenance.source == "autotune":
+            self._emit(Autotuned, call, cfg=done.cfg)
             return call.answer("autotune", done.cfg, done.provenance.report)
-        self._emit(CacheHit, call, level="persistent", cfg=done.cfg)
         call.declined.pop("persistent", None)
+        self._emit(CacheHit, call, level="persistent", cfg=done.cfg)
         return call.answer("persistent", done.cfg, done.provenance.report)
 
     def _heuristics(self, call: Call) -> Selection[Cfg] | None:
@@ -303,11 +311,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return call.decline("heuristics", "heuristics are off")
         if call.known.heuristic is None:
             return call.decline("heuristics", call.known.no_heuristic)
-        self._emit(Heuristics, call, cfg=call.known.heuristic, declined=dict(call.declined))
+        self._emit(Heuristics, call, cfg=call.known.heuristic)
         return call.answer("heuristics", call.known.heuristic)
 
     def _error(self, call: Call) -> NoReturn:
-        self._emit(NoAnswer, call, reason="no_config", declined=dict(call.declined))
+        self._emit(NoAnswer, call, reason="no_config")
         raise call.no_config()
 
     # ---------------------------------------------------------------------------------------
@@ -351,10 +359,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """Return what a tune of this call's key found; None where the caller need not wait for it."""
         while True:
             tune, begun = self._begin(call, background=background, on_purpose=on_purpose)
+            call.meet(tune.id, begun)
             if background or (not begun and not on_purpose and call.policy.on_pending == "heuristics"):
                 return None
             if not begun:
                 self._emit(PendingJoin, call, tune_id=tune.id, waiters=tune.waiters + 1)
+            if call.waiting_since is None:
+                call.waiting_since = self._events.now()
             leaves = not on_purpose and call.policy.on_pending == "heuristics"
             try:
                 return await self._tuning.wait(tune, lambda: leaves and tune.elsewhere)  # noqa: B023
@@ -431,6 +442,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     async def _catch_up(self, call: Call) -> None:
         """Do for a queued call what the persistent and autotune tiers would have done."""
+        asking.set(None)  # the call has its answer; what is done here is done for the next one
         try:
             if self._reading is not None and await self._reading.load(self._sought(call)) is not None:
                 return
@@ -465,9 +477,17 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if why is not None:
             call.decline("autotune", why)
             raise call.no_config()
-        done = await self._tune(call, on_purpose=True)
-        assert done is not None
+        with self._asking(call):
+            done = await self._tune(call, on_purpose=True)
+            assert done is not None
+            self._emit(Autotuned, call, cfg=done.cfg)
         return done.cfg
+
+    def statistics(self) -> Statistics:
+        """Return what this chain is doing at the moment; may be called from any thread."""
+        return Statistics.of(
+            ((tune.job.key.op_id, tune.waiters) for tune in self._tuning.in_flight), self._backlog.size
+        )
 
     async def settled(self) -> None:
         """Return once every tune this chain has in flight or in its queue has ended."""
@@ -575,6 +595,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             )
             for stream in list(self._streams):
                 stream.end()
+            if not self._events.is_flushed:
+                # Bounded by itself, and cancelled by nobody: an answer was given, and its telemetry is owed.
+                with anyio.CancelScope(shield=True):
+                    await run_in_thread("flushing telemetry", partial(self._events.flush, self.close_grace_s))
 
     def _bind_loop(self) -> None:
         loop = LoopHandle()
@@ -588,7 +612,28 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     def _emit(self, kind: type[Event], call: Call, **facts: Any) -> None:
         if self._events.wants(kind):
-            self._events(kind(key=call.key, start=call.start, end=self._events.now(), **facts))
+            now = self._events.now()
+            if issubclass(kind, Answer):
+                facts |= call.account(now)
+            self._events(kind(key=call.key, start=call.start, end=now, **facts))
+
+    @contextmanager
+    def _asking(self, call: Call) -> Iterator[None]:
+        """Let telemetry know whose call it is, and tell of one that ends without an answer."""
+        before = asking.get()
+        asking.set(call.asked())
+        try:
+            yield
+        except NoConfigError:
+            raise  # told by the error tier
+        except TuningError:
+            self._emit(NoAnswer, call, reason="tune_failed")
+            raise
+        except BaseException as error:
+            self._emit(CallerLeft, call, reason=_why_left(error))
+            raise
+        finally:
+            asking.set(before)  # not by token: a coroutine that nobody awaits ends in another context
 
     def _tell_outside(self, call: Call) -> None:
         """Tell once for each key that its shape lies outside the kernel's declared buckets."""
@@ -596,6 +641,12 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             self._seen_outside.put(call.key, True)
             for dimension, size, low, high in call.known.outside:
                 self._emit(OutOfRange, call, dimension=dimension, size=size, low=low, high=high)
+
+
+def _why_left(error: BaseException) -> str:
+    if isinstance(error, SelectorClosedError):
+        return "closed"
+    return type(error).__name__ if isinstance(error, Exception) else "cancelled"
 
 
 def _checked_policy(policy: Any) -> AutotunePolicy:

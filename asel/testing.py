@@ -22,13 +22,16 @@ from asel.errors import InvalidRequestError
 from asel.events import Event
 from asel.measure import Sampler, Trial
 from asel.outcomes import Measured, TuneReport
+from asel.telemetry.capture import CapturedTelemetry, SpanTree
 
 __all__ = [
+    "CapturedTelemetry",
     "FakeArray",
     "FakeDevice",
     "RecordingSink",
     "ReplayMeasure",
     "ScriptedMeasure",
+    "SpanTree",
     "VirtualTimeLoop",
     "run_in_virtual_time",
     "virtual_backend",
@@ -54,6 +57,8 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An asyncio event loop in virtual time."""
+
+    virtual = True
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()

@@ -23,7 +23,7 @@ from asel.jobs import Runner, TuneJob, groups_of, report_on, sentence
 from asel.kernel import Cfg, Invocation
 from asel.lanes import LaneStuck, compile_slots, lane_for
 from asel.measure import Measure, Trial, lower
-from asel.outcomes import Failed, TuneReport
+from asel.outcomes import Failed, Stage, TuneReport
 from asel.processes import ProcessMeasure
 from asel.strategies import Board, Drop, Exhaustive, Race, Strategy
 from asel.threads import run_in_thread
@@ -173,13 +173,13 @@ class Tuner(Generic[Cfg]):
                 await _ready(self._get_measure())
                 # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
                 async with lowering:
-                    with _timed(job) as lowering_s:
+                    with _timed(job, index, "compile") as lowering_s:
                         lowered = await lower(self._get_measure(), trial)
                 first = programs.setdefault(lowered.fingerprint or str(index), index)
                 if first != index:
                     job.aliases[index] = first
                     return
-                with _timed(job) as compiling_s:
+                with _timed(job, index, "compile") as compiling_s:
                     sampler = await lowered.compile()
         except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
             job.fail(index, start, stage, error, trial.left_behind if trial else [])  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ class Tuner(Generic[Cfg]):
             try:
                 async with lane_for(job.device).held(runner.trial.left_behind):
                     await _ready(runner.sampler)
-                    with _timed(job):
+                    with _timed(job, index, "check"):
                         outputs = await runner.outputs()
                 job.compare(outputs, self._check)
             except LaneStuck:
@@ -251,7 +251,7 @@ class Tuner(Generic[Cfg]):
         try:
             async with lane_for(job.device).held(runner.trial.left_behind):
                 await _ready(runner.sampler)
-                with _timed(job):
+                with _timed(job, index, "measure"):
                     board.record(index, _checked(await runner.sampler()))
         except LaneStuck:
             raise
@@ -292,15 +292,17 @@ async def _job_alone(
 
 
 @contextmanager
-def _timed(job: TuneJob[Any]) -> Iterator[Callable[[], float]]:
+def _timed(job: TuneJob[Any], index: int, step: Stage) -> Iterator[Callable[[], float]]:
     """Bound a step of a candidate by its timeout, and charge it to the tune; gives the seconds it took."""
     start, taken = anyio.current_time(), 0.0
     try:
         with anyio.fail_after(job.candidate_timeout_s):
             yield lambda: taken
     finally:
-        taken = anyio.current_time() - start
+        end = anyio.current_time()
+        taken = end - start
         job.spent_s += taken
+        job.note_step(index, step, start, end)
 
 
 async def _ready(measure_or_sampler: object) -> None:

@@ -35,9 +35,9 @@ from asel.threads import Busy
 
 __all__ = ["Tune", "Tuning", "inside_a_tune"]
 
-_inside: ContextVar[bool] = ContextVar("asel_inside_a_tune", default=False)
+_inside: ContextVar[str] = ContextVar("asel_inside_a_tune", default="")
 inside_a_tune = _inside.get
-"""True in a tune and in whatever its candidates call: waiting for a tune from there could wait for itself."""
+"""The tune's id, in a tune and in whatever its candidates call: waiting for a tune from there could wait for itself."""
 
 _REMEMBERED = 65_536
 # How much longer than its budget a tune may take in another process before this one begins its own.
@@ -178,13 +178,17 @@ class Tuning(Generic[Cfg]):
             await next(tune for tune in self._running if tune.owned).until_ended()
 
     @property
+    def in_flight(self) -> list[Tune[Cfg]]:
+        return list(self._running)
+
+    @property
     def is_idle(self) -> bool:
         return not any(tune.owned for tune in self._running)
 
     # How it goes.
 
     async def _run(self, tune: Tune[Cfg]) -> None:
-        token = _inside.set(True)
+        token = _inside.set(tune.id)
         try:
             with without_overlays():
                 done = await (self._find(tune) if self._keeper is None else self._find_for_all(tune, self._keeper))
@@ -258,6 +262,7 @@ class Tuning(Generic[Cfg]):
                 measured=sum(isinstance(outcome, Measured) for outcome in outcomes),
                 failed=sum(isinstance(outcome, Failed) for outcome in outcomes),
                 skipped=sum(isinstance(outcome, Skipped) for outcome in outcomes),
+                margin=None if done.provenance.report is None else done.provenance.report.margin,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack
 
 import anyio
@@ -54,7 +55,7 @@ def test_the_fast_lane_and_the_walk_always_agree(plan, bound):
                     assert await quick.choose(inv, KERNEL) == await thorough.choose(inv, KERNEL)
                     assert quick.choose_nowait(inv, KERNEL) == thorough.choose_nowait(inv, KERNEL)
                     last, expected = (sink.events[-1] for sink in sinks)
-                    assert (type(last), last.key, last.cfg) == (type(expected), expected.key, expected.cfg)
+                    assert dataclasses.replace(last, start=0, end=0) == dataclasses.replace(expected, start=0, end=0)
                 case "put":
                     cache.put(*KEYS[facts[0]].key, Blocks(facts[1]))
                 case "tuned":

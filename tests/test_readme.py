@@ -42,7 +42,7 @@ def test_every_event_is_in_the_table():
     from asel import events
 
     for kind in vars(events).values():
-        if isinstance(kind, type) and issubclass(kind, events.Event) and kind is not events.Event:
+        if isinstance(kind, type) and issubclass(kind, events.Event) and kind not in (events.Event, events.Answer):
             assert f"`{kind.name}`" in README
 
 

@@ -30,11 +30,24 @@ def _options(
 @app.command()
 def demo(
     backend: Annotated[str, typer.Option(help="The event loop to run on: asyncio or trio.")] = "asyncio",
+    otlp: Annotated[
+        str | None, typer.Option(help="Send traces, metrics and logs there, over HTTP: http://127.0.0.1:4318.")
+    ] = None,
 ) -> None:
     """Tune real JAX kernels on this machine: cold, warm, crowded and traced."""
     from asel.demo.story import tell
 
-    anyio.run(tell, Console(), backend=backend)
+    console = Console()
+    if otlp is None:
+        anyio.run(tell, console, backend=backend)
+        return
+    from asel.telemetry import configure
+
+    with configure("asel-demo", otlp) as telemetry:
+        console.print(str(telemetry), markup=False, highlight=False)
+        anyio.run(tell, console, backend=backend)
+        if not telemetry.close():
+            console.print(f"[bold red]{otlp} did not take all of it within {telemetry.close_timeout_s:g} s")
 
 
 def main() -> None:

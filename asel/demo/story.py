@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
+from opentelemetry import trace
 from rich.console import Console
 
 from asel.answers import Selection
@@ -17,6 +20,8 @@ from asel.selection import ConfigSelectorChain
 from asel.telemetry import default_sinks
 
 __all__ = ["tell"]
+
+_tracer = trace.get_tracer("asel.demo")
 
 
 async def tell(console: Console) -> None:
@@ -35,11 +40,14 @@ async def tell(console: Console) -> None:
     async with ConfigSelectorChain[Any, Any](ConfigCache(), sinks=(*default_sinks(), tunes)) as selector:
         console.rule("cold: nothing is known, so the key is tuned")
         console.print(str(await selector.explain(multiply, matmul)), markup=False, highlight=False)
-        cold = await _timed(console, selector, multiply, matmul)
+        with _tracer.start_as_current_span("demo: a cold request"):
+            cold = await _timed(console, selector, multiply, matmul)
+            await selector.choose(multiply, matmul)  # a hit, beside what it cost to find it
         _show_candidates(console, cold, tunes.events)
 
         console.rule("warm: memory answers")
-        await _timed(console, selector, multiply, matmul)
+        with _tracer.start_as_current_span("demo: a warm request"):
+            await _timed(console, selector, multiply, matmul)
         await _time_hits(console, selector, multiply, matmul)
 
         console.rule("crowded: 1,000 callers of one cold key share one tune")
@@ -47,6 +55,14 @@ async def tell(console: Console) -> None:
 
         console.rule("traced: inside jax.jit there is no waiting, and nothing is measured")
         await _traced(console, selector, matmul)
+
+
+@contextmanager
+def _unsampled() -> Iterator[None]:
+    """Be in a request whose trace is not recorded, as most are."""
+    context = trace.SpanContext(trace_id=1, span_id=1, is_remote=False)
+    with trace.use_span(trace.NonRecordingSpan(context)):
+        yield
 
 
 class _TuneEvents:
@@ -77,9 +93,10 @@ def _show_candidates(console: Console, cold: Selection[Any], events: list[Event]
 
 
 async def _time_hits(console: Console, selector: Any, inv: Any, kernel: Any, hits: int = 2000) -> None:
-    start = time.perf_counter()
-    for _ in range(hits):
-        await selector.choose(inv, kernel)
+    with _unsampled():
+        start = time.perf_counter()
+        for _ in range(hits):
+            await selector.choose(inv, kernel)
     console.print(f"{hits:,} more hits, telemetry included: {in_words((time.perf_counter() - start) / hits)} each")
 
 
@@ -87,8 +104,11 @@ async def _crowd(console: Console, selector: Any, inv: Any, kernel: Any, events:
     answers: list[Any] = []
     lags: list[float] = []
 
-    async def ask() -> None:
-        answers.append(await selector.choose(inv, kernel))
+    async def ask(number: int) -> None:
+        # Of a thousand traces one looks at three: the caller that begins the tune, and two that wait for it.
+        request = _tracer.start_as_current_span(f"demo: request {number}") if number < 3 else _unsampled()
+        with request:
+            answers.append(await selector.choose(inv, kernel))
 
     async def heartbeat(scope: anyio.CancelScope) -> None:
         with scope:
@@ -102,8 +122,8 @@ async def _crowd(console: Console, selector: Any, inv: Any, kernel: Any, events:
     async with anyio.create_task_group() as outer:
         outer.start_soon(heartbeat, scope)
         async with anyio.create_task_group() as callers:
-            for _ in range(1000):
-                callers.start_soon(ask)
+            for number in range(1000):
+                callers.start_soon(ask, number)
         scope.cancel()
     tunes = sum(event.name == "autotune_start" for event in events) - before
     console.print(f"{len(answers):,} callers, {tunes} tune, {len(set(answers))} answer: [bold]{answers[0]}[/]")
@@ -121,7 +141,8 @@ async def _traced(console: Console, selector: Any, kernel: Any) -> None:
         return kernel.run(a, b, cfg=cfg)
 
     small = jnp.ones((512, 256))
-    jax.jit(multiply)(small, small.T)
+    with _tracer.start_as_current_span("demo: a traced request"):
+        jax.jit(multiply)(small, small.T)
     await selector.settled()
     console.print("the background tune is done; the next trace uses it:")
     jax.jit(lambda a, b: multiply(a, b))(small, small.T)

@@ -18,6 +18,8 @@ SPANS = (
 )
 
 # Metric: its labels. Never keys or shapes: their number has no bound.
+# `asel.selections` counts every answer. `asel.choose.duration` has every answer, too, but of the hits from the fast
+# lane one in 64: a histogram costs more than a hit. Rates are to be taken from the former.
 METRICS: dict[str, tuple[str, ...]] = {
     "asel.selections": ("asel.op", "asel.tier"),
     "asel.choose.duration": ("asel.op", "asel.tier", "error.type"),
@@ -48,15 +50,22 @@ INSTRUMENTS: dict[str, tuple[Literal["counter", "updowncounter", "histogram"], s
 }
 
 ATTRIBUTES = (
+    "asel.adopted",
     "asel.candidate.count",
+    "asel.candidate.failed",
     "asel.candidate.index",
+    "asel.candidate.measured",
+    "asel.candidate.skipped",
     "asel.config",
     "asel.declined",
     "asel.device",
+    "asel.found",
     "asel.key",
     "asel.margin",
     "asel.median",
+    "asel.objective",
     "asel.op",
+    "asel.outcome",
     "asel.samples",
     "asel.stage",
     "asel.tier",

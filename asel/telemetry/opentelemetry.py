@@ -1,121 +1,332 @@
-"""Events as OpenTelemetry spans, made when they end with the times they had."""
+"""Events as OpenTelemetry spans, made when they end with the times they had.
+
+    asel.choose                     one call, with the tier that answered
+    |- asel.store.get
+    '- asel.autotune                under the call that began it; every other that waits has a link to it
+       |- asel.store.claim
+       |- asel.candidate            ERROR where it failed; the tune is not, as long as another won
+       |  |- asel.candidate.compile
+       |  '- asel.candidate.measure
+       '- asel.store.put
+
+A tune in the background begins a trace of its own, with a link to the call that caused it: a child
+would outlive its parent.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextvars import copy_context
+from typing import Any, TypeVar
 
 from opentelemetry import trace
-from opentelemetry.context import Context, get_current
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.context import Context, attach, get_current
+from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, set_span_in_context
 
+from asel.calls import asking
 from asel.events import (
+    Answer,
     AutotuneFailed,
     AutotuneFinish,
     AutotuneStart,
-    CacheHit,
+    CallerLeft,
     CandidateFailed,
     CandidateMeasured,
+    ClaimWait,
     Event,
-    Heuristics,
+    Interval,
     NoAnswer,
-    OverlayHit,
-    Override,
+    PendingJoin,
+    Persisted,
+    StoreFailed,
+    StoreRead,
 )
+from asel.telemetry.names import SPANS
+from asel.tuning import inside_a_tune
 
 __all__ = ["OpenTelemetrySink"]
 
-_ANSWERS: dict[type[Event], str] = {
-    Override: "override",
-    OverlayHit: "overlay",
-    Heuristics: "heuristics",
-    NoAnswer: "error",
-}
-_CANDIDATES = (CandidateMeasured, CandidateFailed)
-_TUNES = frozenset({AutotuneStart, AutotuneFinish, AutotuneFailed})
+T = TypeVar("T")
+_STORE = (StoreRead, Persisted, StoreFailed, ClaimWait)
+_REMEMBERED = 4096
+_LOOK_EVERY = 64
 
 
 class OpenTelemetrySink:
-    """Turns answers into `asel.choose` spans, tunes into `asel.autotune` and candidates into `asel.candidate`.
+    """Turns answers, tunes, candidates and store operations into spans.
 
     Uses OpenTelemetry's API only: where the application has set up no provider, nothing is recorded.
-    Inside a trace that is not sampled a cache hit is not even made into an event.
+    The caller's sampling decision is respected: inside a trace that is not sampled there is nothing to do.
     """
 
+    deferred = True
+    makes_spans = True
+
     def __init__(self, tracer: trace.Tracer | None = None) -> None:
-        self._given = tracer is not None
-        self._tracer = trace.get_tracer("asel") if tracer is None else tracer
-        self._tunes: dict[str, Span] = {}
+        self._given = tracer
+        self._provider: Any = None
+        self._tracer: trace.Tracer | None = tracer
         self._unsampled: Context | None = None
+        self._looks = 0
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Forget what is under way: it is the parent process that ends it."""
+        self._tunes: OrderedDict[str, Span] = OrderedDict()
+        self._ended: OrderedDict[str, SpanContext] = OrderedDict()
+        # Calls that wait for the tune they began, and what the store said to calls without an answer yet.
+        self._calls: OrderedDict[int, Span] = OrderedDict()
+        self._held: OrderedDict[int, list[tuple[Event, int]]] = OrderedDict()
 
     def wants(self, kind: type[Event]) -> bool:
+        """Tell whether the current trace is recorded; outside of one, whether there is a provider."""
+        sampled = self._sampled_here()
+        return self._find_tracer() is not None if sampled is None else sampled
+
+    def wants_hit(self) -> bool:
+        """The same, for hits: a provider that comes later is noticed within some."""
+        if get_current() is self._unsampled:
+            return False
+        sampled = self._sampled_here()
+        if sampled is not None:
+            return sampled
+        self._looks += 1
+        if self._looks % _LOOK_EVERY == 0:
+            self._find_tracer()
+        return self._tracer is not None
+
+    def _sampled_here(self) -> bool | None:
         here = get_current()
-        if here is not self._unsampled:
-            parent = trace.get_current_span(here)
-            if parent.is_recording():
-                return True
-            if not parent.get_span_context().is_valid:
-                # Without a trace, the provider's sampler has the say.
-                return kind in _TUNES or self._given or _has_provider()
-            # A context never changes, and a trace that is not sampled stays so: no need to look again.
-            self._unsampled = here
-        return kind in _TUNES
+        if here is self._unsampled:
+            return False
+        span = trace.get_current_span(here)
+        context = span.get_span_context()
+        if not context.is_valid:
+            return None
+        if context.trace_flags.sampled or span.is_recording():
+            return True
+        # A context never changes, and a trace that is not sampled stays so: no need to look again.
+        self._unsampled = here
+        return False
+
+    def _find_tracer(self) -> trace.Tracer | None:
+        if self._given is None:
+            provider = trace.get_tracer_provider()
+            if provider is not self._provider:
+                self._provider = provider
+                self._tracer = None if type(provider) in _PLACEHOLDERS else provider.get_tracer("asel")
+        return self._tracer
+
+    def watch(self, loop: object, statistics: object) -> None:
+        self._find_tracer()
 
     def emit(self, event: Event) -> None:
+        """Make the span of an event that ended just now."""
+        copy_context().run(self.emit_at, event, time.time_ns() - round(event.end * 1e9))
+
+    def emit_at(self, event: Event, epoch_ns: int) -> None:
+        """Make the event's span, and leave it current for whoever tells of the event next."""
+        tracer = self._find_tracer()
+        if tracer is not None and (made := _Making(self, tracer, event, epoch_ns).span()) is not None:
+            attach(set_span_in_context(made))
+
+
+class _Making:
+    """One event on its way to a span."""
+
+    def __init__(self, sink: OpenTelemetrySink, tracer: trace.Tracer, event: Event, epoch_ns: int) -> None:
+        self._sink = sink
+        self._tracer = tracer
+        self._event = event
+        self._epoch_ns = epoch_ns
+
+    def span(self) -> Span | None:
+        event = self._event
+        if isinstance(event, Answer):
+            return self._answer(event)
         if isinstance(event, AutotuneStart):
-            span = self._start("asel.autotune", event, {"asel.candidate.count": event.candidates})
-            self._tunes[event.tune_id] = span
-        elif isinstance(event, AutotuneFinish | AutotuneFailed):
-            self._end_tune(event)
-        elif isinstance(event, _CANDIDATES):
-            self._candidate(event)
-        elif isinstance(event, CacheHit):
-            self._answer(event, event.level)
-        elif type(event) in _ANSWERS:
-            self._answer(event, _ANSWERS[type(event)])
+            return self._begin_tune(event)
+        if isinstance(event, AutotuneFinish | AutotuneFailed):
+            return self._end_tune(event)
+        if isinstance(event, CandidateMeasured | CandidateFailed):
+            return self._candidate(event)
+        if isinstance(event, _STORE):
+            return self._store(event)
+        if isinstance(event, PendingJoin):
+            return None
+        return self._sink._tunes.get(getattr(event, "tune_id", ""))
 
-    def _answer(self, event: Event, tier: str) -> None:
-        span = self._start("asel.choose", event, {"asel.tier": tier})
-        if isinstance(event, NoAnswer):
-            span.set_attribute("error.type", "NoConfigError")
-            span.set_status(Status(StatusCode.ERROR, event.reason))
-        span.end()
+    # Calls.
 
-    def _candidate(self, event: CandidateMeasured | CandidateFailed) -> None:
-        tune = self._tunes.get(event.tune_id)
-        context = None if tune is None else trace.set_span_in_context(tune)
-        span = self._start("asel.candidate", event, {"asel.candidate.index": event.index}, context)
-        if isinstance(event, CandidateFailed):
-            span.set_attribute("error.type", event.error_type)
-            span.set_status(Status(StatusCode.ERROR, event.message))
-        span.end()
-
-    def _end_tune(self, event: AutotuneFinish | AutotuneFailed) -> None:
-        span = self._tunes.pop(event.tune_id, None)
+    def _answer(self, event: Answer) -> Span:
+        asked = asking.get()
+        span = None if asked is None else self._sink._calls.pop(asked.id, None)
         if span is None:
-            return
-        if isinstance(event, AutotuneFinish):
-            span.set_attribute("asel.config", repr(event.cfg))
-        else:
-            span.set_attribute("error.type", event.error_type)
-            span.set_status(Status(StatusCode.ERROR, event.message))
-        span.end()
+            span = self._start("asel.choose", event.start, links=self._links_to_tune(event))
+        span.set_attributes(_of_answer(event))
+        if isinstance(event, NoAnswer):
+            _fail(span, "NoConfigError" if event.reason == "no_config" else "TuningError", event.reason)
+        elif isinstance(event, CallerLeft):
+            span.set_attribute("error.type", event.reason)
+        for held, epoch_ns in () if asked is None else self._sink._held.pop(asked.id, ()):
+            _Making(self._sink, self._tracer, held, epoch_ns)._store_span(set_span_in_context(span))
+        span.end(self._ns(event.end))
+        return span
 
-    def _start(self, name: str, event: Event, facts: dict[str, Any], context: Any = None) -> Span:
-        attributes: dict[str, Any] = dict(facts)
+    def _links_to_tune(self, event: Answer) -> Sequence[Link]:
+        if event.tune_id is None or event.began:
+            return ()
+        tune = self._sink._tunes.get(event.tune_id)
+        context = self._sink._ended.get(event.tune_id) if tune is None else tune.get_span_context()
+        return () if context is None else (Link(context, {"asel.tune.id": event.tune_id}),)
+
+    def _context_of_call(self) -> Context:
+        """Return the context of the call that an event belongs to, whose span begins here if it has not yet."""
+        asked = asking.get()
+        if asked is None:
+            return get_current()
+        span = self._sink._calls.get(asked.id)
+        if span is None:
+            span = self._start("asel.choose", asked.start)
+            for _, forgotten in _put(self._sink._calls, asked.id, span):
+                forgotten.end()
+        return set_span_in_context(span)
+
+    # Tunes.
+
+    def _begin_tune(self, event: AutotuneStart) -> Span:
+        cause = self._context_of_call()
+        context, links = cause, []
+        if event.background and (caller := trace.get_current_span(cause).get_span_context()).is_valid:
+            context, links = Context(), [Link(caller)]
+        facts = {"asel.candidate.count": event.candidates, "asel.objective": event.objective}
+        span = self._start("asel.autotune", event.start, facts, context, links)
+        for _, forgotten in _put(self._sink._tunes, event.tune_id, span):
+            forgotten.end()
+        return span
+
+    def _end_tune(self, event: AutotuneFinish | AutotuneFailed) -> Span | None:
+        span = self._sink._tunes.pop(event.tune_id, None)
+        if span is None:
+            return None
+        _put(self._sink._ended, event.tune_id, span.get_span_context())
+        if isinstance(event, AutotuneFinish):
+            span.set_attributes(
+                {
+                    "asel.config": str(event.cfg),
+                    "asel.candidate.measured": event.measured,
+                    "asel.candidate.failed": event.failed,
+                    "asel.candidate.skipped": event.skipped,
+                }
+            )
+            if event.margin is not None:
+                span.set_attribute("asel.margin", event.margin)
+        else:
+            _fail(span, event.error_type, event.message)
+        span.end(self._ns(event.end))
+        return span
+
+    def _candidate(self, event: CandidateMeasured | CandidateFailed) -> Span:
+        facts: dict[str, Any] = {"asel.candidate.index": event.index}
+        if isinstance(event, CandidateMeasured):
+            facts |= {"asel.median": event.median_s, "asel.samples": event.samples}
+        span = self._start("asel.candidate", event.start, facts, self._context_of_tune(event.tune_id))
+        inside = set_span_in_context(span)
+        self._step("asel.candidate.compile", event.compiled, inside)
+        self._step("asel.candidate.measure", event.measured, inside)
+        if isinstance(event, CandidateFailed):
+            span.set_attribute("asel.stage", event.stage)
+            _fail(span, event.error_type, event.message)
+        span.end(self._ns(event.end))
+        return span
+
+    def _step(self, name: str, when: Interval | None, context: Context) -> None:
+        if when is not None:
+            self._start(name, when[0], context=context).end(self._ns(when[1]))
+
+    def _context_of_tune(self, tune_id: str) -> Context:
+        tune = self._sink._tunes.get(tune_id)
+        return get_current() if tune is None else set_span_in_context(tune)
+
+    # Stores.
+
+    def _store(self, event: Event) -> Span | None:
+        asked = asking.get()
+        if (tune_id := inside_a_tune()) in self._sink._tunes:
+            return self._store_span(self._context_of_tune(tune_id))
+        if asked is None:
+            return self._store_span(get_current())
+        # Its parent is made with the answer, when it is known what to link to.
+        held = self._sink._held.get(asked.id, [])
+        held.append((event, self._epoch_ns))
+        _put(self._sink._held, asked.id, held)
+        return None
+
+    def _store_span(self, context: Context) -> Span:
+        event = self._event
+        facts: dict[str, Any] = {}
+        operation = getattr(event, "operation", _OPERATIONS.get(type(event), ""))
+        if isinstance(event, StoreRead):
+            facts["asel.found"] = event.found
+        elif isinstance(event, Persisted):
+            facts["asel.adopted"] = event.adopted
+        elif isinstance(event, ClaimWait):
+            facts |= {"asel.wait": event.waited_s, "asel.outcome": event.outcome}
+        name = f"asel.store.{operation}"
+        span = self._start(name if name in SPANS else "asel.store.get", event.start, facts, context)
+        if isinstance(event, StoreFailed):
+            _fail(span, event.error_type, event.message)
+        span.end(self._ns(event.end))
+        return span
+
+    # All of them.
+
+    def _start(
+        self,
+        name: str,
+        start: float,
+        facts: Mapping[str, Any] | None = None,
+        context: Context | None = None,
+        links: Sequence[Link] = (),
+    ) -> Span:
+        event = self._event
+        attributes: dict[str, Any] = dict(facts or {})
         if event.key is not None:
             attributes |= {"asel.op": event.key.op_id, "asel.device": event.key.device, "asel.key": event.key.call_key}
         if (cfg := getattr(event, "cfg", None)) is not None:
-            attributes["asel.config"] = repr(cfg)
+            attributes["asel.config"] = str(cfg)
         if (tune_id := getattr(event, "tune_id", None)) is not None:
             attributes["asel.tune.id"] = tune_id
-        # The event's own clock has no fixed relation to the wall's; but the event ended just now.
-        start_ns = time.time_ns() - int((event.end - event.start) * 1e9)
-        return self._tracer.start_span(name, context, attributes=attributes, start_time=start_ns)
+        return self._tracer.start_span(name, context, attributes=attributes, links=links, start_time=self._ns(start))
+
+    def _ns(self, moment: float) -> int:
+        return self._epoch_ns + round(moment * 1e9)
 
 
-def _has_provider() -> bool:
-    return type(trace.get_tracer_provider()) not in _PLACEHOLDERS
+def _of_answer(event: Answer) -> dict[str, Any]:
+    facts: dict[str, Any] = {"asel.tier": event.tier}
+    if event.declined:
+        facts["asel.declined"] = [f"{tier}: {why}" for tier, why in event.declined.items()]
+    if (cfg := getattr(event, "cfg", None)) is not None:
+        facts["asel.config"] = str(cfg)
+    if event.tune_id is not None:
+        facts |= {"asel.tune.id": event.tune_id, "asel.wait": event.wait_s}
+    return facts
 
 
+def _fail(span: Span, error_type: str, message: str) -> None:
+    span.set_attribute("error.type", error_type)
+    span.set_status(Status(StatusCode.ERROR, message))
+
+
+def _put(table: OrderedDict[Any, T], key: Any, value: T) -> list[tuple[Any, T]]:
+    """Remember something, and return what had to be forgotten for it: what never ends must not pile up."""
+    table[key] = value
+    table.move_to_end(key)
+    return [table.popitem(last=False) for _ in range(len(table) - _REMEMBERED)]
+
+
+_OPERATIONS = {StoreRead: "get", Persisted: "put", ClaimWait: "claim"}
 _PLACEHOLDERS = frozenset({trace.NoOpTracerProvider, trace.ProxyTracerProvider})

@@ -3,38 +3,68 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import structlog
+from opentelemetry.trace import get_current_span
 from structlog import is_configured
 
-from asel.events import Event
+from asel.events import Answer, CandidateFailed, CandidateMeasured, Event
 
 __all__ = ["StructlogSink"]
+
+# Times on the loop's clock mean nothing to a reader; `duration_s` does.
+_NOT_SHOWN = frozenset({"start", "end"})
+_LOOK_EVERY = 64
 
 
 class StructlogSink:
     """Logs each event as `asel.<name>` with its facts as keys.
 
     Without a logger of the application's, and where it has not configured structlog, entries go to
-    the standard logger `asel`, which is silent until asked.
+    the standard logger `asel`, which is silent until asked. An entry is written later than its event
+    happened, with the context variables and the span of its caller.
     """
+
+    deferred = True
 
     def __init__(self, logger: Any = None) -> None:
         self._given = logger
         self._bound: Any = None
+        self._bound_to: Any = None
+        self._hits_enabled: bool | None = None
+        self._looks = 0
         self._stdlib = logging.getLogger("asel")
 
     def wants(self, kind: type[Event]) -> bool:
         """Tell whether an entry of this kind's level would go anywhere."""
-        if self._given is None and not is_configured():
+        if self._goes_to_stdlib():
             return self._stdlib.isEnabledFor(_LEVELS[kind.severity])
-        is_enabled = getattr(self._logger(), "is_enabled_for", None)
-        return True if is_enabled is None else bool(is_enabled(_LEVELS[kind.severity]))
+        return self._enabled(self._logger(), _LEVELS[kind.severity])
+
+    def wants_hit(self) -> bool:
+        """The same, for hits: another configuration of structlog is noticed within some."""
+        if self._given is None and not is_configured():
+            return self._stdlib.isEnabledFor(logging.DEBUG)
+        self._looks += 1
+        if self._looks % _LOOK_EVERY == 0 or self._bound is None:
+            self._logger()
+        return self._hits_enabled if self._hits_enabled is not None else self._enabled(self._bound, logging.DEBUG)
+
+    def _enabled(self, bound: Any, level: int) -> bool:
+        # A filtering logger knows its level; a standard one underneath is asked itself.
+        for ask in ("is_enabled_for", "isEnabledFor"):
+            if hasattr(type(bound), ask):  # of the type: some loggers have whatever attribute they are asked for
+                return bool(getattr(bound, ask)(level))
+        return True
 
     def emit(self, event: Event) -> None:
-        facts = event.fields()
-        facts["duration_s"] = event.end - event.start
+        self.emit_at(event, time.time_ns())
+
+    def emit_at(self, event: Event, epoch_ns: int) -> None:
+        """Log the event."""
+        facts = _facts(event)
         if self._goes_to_stdlib():
             level = _LEVELS[event.severity]
             if self._stdlib.isEnabledFor(level):
@@ -43,13 +73,40 @@ class StructlogSink:
         getattr(self._logger(), event.severity)(f"asel.{event.name}", **facts)
 
     def _goes_to_stdlib(self) -> bool:
-        return self._given is None and not structlog.is_configured()
+        return self._given is None and not is_configured()
 
     def _logger(self) -> Any:
-        # Bound once: structlog's lazy proxy assembles a logger anew at every call.
-        if self._bound is None:
+        # Bound once for a configuration: structlog's lazy proxy assembles a logger anew at every call.
+        configuration = None if self._given is not None else structlog.get_config()
+        if self._bound is None or configuration != self._bound_to:
+            self._bound_to = configuration
             self._bound = (structlog.get_logger("asel") if self._given is None else self._given).bind()
+            # A filtering logger's level is its type's, and never changes.
+            fixed = hasattr(type(self._bound), "is_enabled_for")
+            self._hits_enabled = self._bound.is_enabled_for(logging.DEBUG) if fixed else None
         return self._bound
+
+
+def _facts(event: Event) -> dict[str, Any]:
+    """Return what an entry says: the event's facts, but for those there is nothing to say of."""
+    facts = {
+        name: value
+        for name, value in event.fields().items()
+        if name not in _NOT_SHOWN and value is not None and value != {}
+    }
+    if isinstance(event, CandidateMeasured | CandidateFailed):
+        facts = {name: value for name, value in facts.items() if name not in ("compiled", "measured")}
+    if isinstance(event, Answer):
+        facts.pop("level", None)  # a cache hit's; in a log the word means something else
+        facts["tier"] = event.tier
+    if facts.get("tune_id") is None:
+        facts.pop("wait_s", None)
+        facts.pop("began", None)
+    facts["duration_s"] = event.end - event.start
+    context = get_current_span().get_span_context()
+    if context.is_valid:
+        facts |= {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+    return facts
 
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}

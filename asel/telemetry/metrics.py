@@ -1,0 +1,215 @@
+"""Events as OpenTelemetry measurements, and what is counted rather than told.
+
+Answers are counted where they are given, in plain numbers that the SDK reads when it collects: the
+count is exact, whatever is shed. Durations are recorded with the event's own span current, so that an
+SDK which keeps exemplars can lead from a slow bucket to a trace.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+
+from asel.answers import Statistics
+from asel.events import (
+    Answer,
+    AutotuneFailed,
+    AutotuneFinish,
+    CallerLeft,
+    CandidateFailed,
+    CandidateMeasured,
+    ClaimWait,
+    Event,
+    NoAnswer,
+    Persisted,
+    StoreFailed,
+    StoreRead,
+)
+from asel.telemetry.names import DURATION_BUCKETS_S
+from asel.telemetry.pipeline import Pipeline
+from asel.telemetry.tally import Tally
+
+__all__ = ["MetricsSink"]
+
+_DURATIONS = {
+    "asel.choose.duration": "How long a call took to get its answer; of the hits from the fast lane, one in 64.",
+    "asel.wait.duration": "How long callers waited for a tune.",
+    "asel.tune.duration": "How long a tune took, from its beginning to its end.",
+    "asel.candidate.duration": "How long a candidate was compiled, and measured.",
+    "asel.store.duration": "How long a store took to answer.",
+}
+_STORE_OPERATIONS: dict[type[Event], str] = {StoreRead: "get", Persisted: "put", ClaimWait: "claim"}
+_MEASURED = (
+    Answer,
+    AutotuneFinish,
+    AutotuneFailed,
+    CandidateMeasured,
+    CandidateFailed,
+    StoreFailed,
+    *_STORE_OPERATIONS,
+)
+
+
+class MetricsSink:
+    """Counts answers and records durations; with `meter`, there, and else with the application's provider.
+
+    One is enough for a process: the instruments of two over one meter would be reported twice.
+    """
+
+    deferred = True
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self.tally = Tally()
+        self._given = meter is not None
+        self._provider: Any = None
+        self._histograms: dict[str, Histogram] | None = None
+        self._chains: dict[int, weakref.WeakMethod[Callable[[], Statistics]]] = {}
+        self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+        self._seen_ops: set[str] = set()
+        if meter is not None:
+            self._histograms = self._make_instruments(meter)
+
+    def after_fork(self) -> None:
+        """Count from zero: what the parent process answered is its own to tell."""
+        self.tally.clear()
+        self._chains.clear()
+
+    def wants(self, kind: type[Event]) -> bool:
+        return self._find_instruments() is not None and issubclass(kind, _MEASURED)
+
+    def watch(self, loop: object, statistics: Callable[[], Statistics] | None) -> None:
+        """Report what a chain is doing, for as long as it lives."""
+        self._find_instruments()
+        if statistics is not None:
+            chain = statistics.__self__  # type: ignore[attr-defined]
+            self._chains[id(chain)] = weakref.WeakMethod(statistics)
+
+    def observe(self, pipeline: Pipeline) -> None:
+        """Report what becomes of the events in a pipeline."""
+        self._pipelines.add(pipeline)
+
+    def emit(self, event: Event) -> None:
+        self.emit_at(event, time.time_ns())
+
+    def emit_at(self, event: Event, epoch_ns: int) -> None:
+        """Record how long it took."""
+        if (histograms := self._find_instruments()) is None:
+            return
+        for name, seconds, labels in _durations(event):
+            histograms[name].record(seconds, {label: value for label, value in labels.items() if value is not None})
+
+    # Instruments.
+
+    def _find_instruments(self) -> dict[str, Histogram] | None:
+        if not self._given:
+            provider = metrics.get_meter_provider()
+            if provider is not self._provider:
+                self._provider = provider
+                placeholder = type(provider).__name__ in _PLACEHOLDERS
+                self._histograms = None if placeholder else self._make_instruments(provider.get_meter("asel"))
+        return self._histograms
+
+    def _make_instruments(self, meter: Meter) -> dict[str, Histogram]:
+        meter.create_observable_counter(
+            "asel.selections", [self._selections], "{selection}", "Answers, by the tier that gave them."
+        )
+        meter.create_observable_up_down_counter("asel.tunes.pending", [self._pending], "{tune}", "Tunes in flight.")
+        meter.create_observable_up_down_counter(
+            "asel.waiters", [self._waiters], "{caller}", "Callers that wait for a tune."
+        )
+        meter.create_observable_up_down_counter(
+            "asel.background.queue", [self._queued], "{key}", "Keys that are yet to be tuned in the background."
+        )
+        meter.create_observable_counter(
+            "asel.telemetry.events", [self._emitted], "{event}", "Events that were turned into telemetry."
+        )
+        meter.create_observable_counter(
+            "asel.telemetry.dropped", [self._dropped], "{event}", "Events that were not, by reason."
+        )
+        buckets = list(DURATION_BUCKETS_S)
+        return {
+            name: meter.create_histogram(name, "s", told, explicit_bucket_boundaries_advisory=buckets)
+            for name, told in _DURATIONS.items()
+        }
+
+    def _selections(self, options: CallbackOptions) -> Iterable[Observation]:
+        for (op, tier), answers in self.tally.read().items():
+            yield Observation(answers, {"asel.op": op, "asel.tier": tier})
+
+    def _pending(self, options: CallbackOptions) -> Iterable[Observation]:
+        return self._by_op(lambda chain: chain.pending.items())
+
+    def _waiters(self, options: CallbackOptions) -> Iterable[Observation]:
+        return self._by_op(lambda chain: chain.waiters.items())
+
+    def _by_op(self, read: Callable[[Statistics], Iterable[tuple[str, int]]]) -> Iterable[Observation]:
+        # An op that has nothing in flight any more is reported as zero, not left at its last value.
+        totals = dict.fromkeys(self._seen_ops, 0)
+        for chain in self._statistics():
+            for op, number in read(chain):
+                totals[op] = totals.get(op, 0) + number
+        self._seen_ops |= totals.keys()
+        for op, number in totals.items():
+            yield Observation(number, {"asel.op": op})
+
+    def _queued(self, options: CallbackOptions) -> Iterable[Observation]:
+        yield Observation(sum(chain.queued for chain in self._statistics()))
+
+    def _statistics(self) -> Iterator[Statistics]:
+        for address, method in list(self._chains.items()):
+            if (statistics := method()) is None:
+                self._chains.pop(address, None)
+            else:
+                yield statistics()
+
+    def _emitted(self, options: CallbackOptions) -> Iterable[Observation]:
+        yield Observation(sum(pipeline.statistics().emitted for pipeline in list(self._pipelines)))
+
+    def _dropped(self, options: CallbackOptions) -> Iterable[Observation]:
+        totals: dict[str, int] = {"ceiling": 0, "closed": 0}
+        for pipeline in list(self._pipelines):
+            for reason, number in pipeline.statistics().shed.items():
+                totals[reason] += number
+        for reason, number in totals.items():
+            yield Observation(number, {"reason": reason})
+
+
+def _durations(event: Event) -> Iterator[tuple[str, float, dict[str, str | None]]]:
+    """Give the measurements that an event is worth: the histogram, the seconds, the labels."""
+    op, took_s = event.op, event.end - event.start
+    if isinstance(event, Answer):
+        yield "asel.choose.duration", took_s, {"asel.op": op, "asel.tier": event.tier, "error.type": _no_answer(event)}
+        if event.wait_s:
+            yield "asel.wait.duration", event.wait_s, {"asel.op": op}
+    elif isinstance(event, AutotuneFinish | AutotuneFailed):
+        error = event.error_type if isinstance(event, AutotuneFailed) else None
+        kind = None if event.device is None else event.device.partition("|")[0]
+        yield "asel.tune.duration", took_s, {"asel.op": op, "asel.device.kind": kind, "error.type": error}
+    elif isinstance(event, CandidateMeasured | CandidateFailed):
+        failed = event.stage if isinstance(event, CandidateFailed) else None
+        steps = {"compile": event.compiled, "measure": event.measured}
+        if failed is not None:
+            steps[failed] = steps.get(failed) or (event.start, event.end)
+        for stage, when in steps.items():
+            if when is not None:
+                error = event.error_type if isinstance(event, CandidateFailed) and stage == failed else None
+                labels = {"asel.op": op, "asel.stage": stage, "error.type": error}
+                yield "asel.candidate.duration", when[1] - when[0], labels
+    elif isinstance(event, StoreFailed):
+        yield "asel.store.duration", took_s, {"asel.operation": event.operation, "error.type": event.error_type}
+    elif (operation := _STORE_OPERATIONS.get(type(event))) is not None:
+        yield "asel.store.duration", took_s, {"asel.operation": operation}
+
+
+def _no_answer(event: Answer) -> str | None:
+    if isinstance(event, NoAnswer):
+        return "NoConfigError" if event.reason == "no_config" else "TuningError"
+    return event.reason if isinstance(event, CallerLeft) else None
+
+
+_PLACEHOLDERS = frozenset({"NoOpMeterProvider", "_ProxyMeterProvider"})
