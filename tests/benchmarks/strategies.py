@@ -51,7 +51,7 @@ def replay(strategy: Strategy, oracle: Oracle, seed: int) -> Replayed:
             board.record(step.index, taken)
             samples, seconds = samples + 1, seconds + taken
         else:
-            board.dropped[step.index] = step.round
+            board.drop(step.index, step.round)
     return Replayed(samples, seconds, oracle.regret(oracle.family.candidates[board.winner()]))
 
 
