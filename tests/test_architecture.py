@@ -42,6 +42,7 @@ ARROW = [
     "benchmark",
     "strategies",
     "checks",
+    "meter",
     "jobs",
     "processes",
     "_worker",

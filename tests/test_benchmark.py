@@ -25,6 +25,7 @@ from asel import (
     Invocation,
     Kernel,
     Measured,
+    Skipped,
     Tuner,
     TuningError,
     device_fingerprint,
@@ -701,6 +702,28 @@ def test_a_candidate_that_hangs_is_abandoned_on_time(real_backend):
     assert "still busy" in report.outcomes[1].message
     assert report.winner in ("good", "late")
     assert sink.events[-1].abandoned == ("lowering 'hangs'",)
+
+
+def test_a_candidate_that_hangs_as_it_runs_leaves_those_before_it(real_backend):
+    """Its thread keeps the device, so the rest are not tried; the answer comes from what was measured by then."""
+    release = threading.Event()
+
+    def run(x, *, cfg):
+        if cfg == "hangs":
+            return jax.pure_callback(lambda value: release.wait(PATIENCE_S) and value, x, x)
+        return x + cfg
+
+    try:
+        report, sink = chosen_among(real_backend, [1, "hangs", 2, 3, 4, 5], run, candidate_timeout_s=0.5)
+    finally:
+        release.set()
+    outcomes = {outcome.cfg: outcome for outcome in report.outcomes}
+    assert (outcomes["hangs"].stage, outcomes["hangs"].error_type) == ("measure", "TimeoutError")
+    assert isinstance(outcomes[1], Measured), "the incumbent goes first"
+    assert isinstance(outcomes[report.winner], Measured)
+    untried = {outcome.reason for outcome in report.outcomes if isinstance(outcome, Skipped)}
+    assert untried <= {"an abandoned candidate still occupies the device"}
+    assert sink.named("candidate_failed")[0].still_busy
 
 
 def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend):
