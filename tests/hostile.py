@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,12 @@ class Hostile(Kernel):
                 return jax.pure_callback(_leave, x, x)
             case "spin while running":
                 return jax.pure_callback(_spin, x, x)
+            case "spin when compiled again":
+                marker = Path(os.environ["ASEL_TEST_MARKER"])
+                if marker.exists():
+                    _spin(None)
+                marker.touch()
+                return x + 2
             case "print":
                 print("noise between the answers", flush=True)
                 sys.stdout.write("more")
