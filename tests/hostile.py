@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -73,3 +74,8 @@ def of_tree(tree, *, scale, cfg):
     assert scale == 2
     assert tree["half"].dtype == jnp.bfloat16
     return tree["x"] * scale + np.float32(1)
+
+
+def of_config(cfg):
+    """Return a candidate's function, for a tuner without a chain."""
+    return partial(decorated.run, cfg=cfg)

@@ -741,6 +741,18 @@ def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend):
     assert not x.is_deleted()
 
 
+def test_an_array_that_is_given_twice_can_be_sampled_again(real_backend):
+    """Aliased inputs of a kernel that donates one of them are neither destroyed nor refused."""
+    donating = jax.jit(lambda x, y: x * y, donate_argnums=0)
+    x = jnp.ones(64)
+
+    async def main():
+        return await Tuner(1, 3).measure(lambda pair: donating(pair["a"], pair["b"]), {"a": x, "b": x})
+
+    assert anyio.run(main, backend=real_backend) >= 0
+    assert not x.is_deleted()
+
+
 def test_transfer_guards_hold_in_the_thread(real_backend):
     """A caller that forbids implicit transfers forbids them to its candidates."""
     seen = []

@@ -250,6 +250,9 @@ async def test_eliminations_and_aliases_survive_json():
         report = (await chain.select(call(), Wider())).report
     assert TuneReport.from_json(report.to_json(), load=lambda value: Blocks(**value)) == report
     assert report.winner == GUESS
+    first = report.outcomes[0]
+    assert (len(first.samples_s), first.measure_s) == (3, pytest.approx(0.3))
+    assert set(report.environment) >= {"jax", "jaxlib"}
 
 
 class Mixed(ScriptedMeasure):
@@ -361,3 +364,24 @@ async def test_a_candidate_that_exits_ends_itself_alone():
     async with bench.chain as chain:
         report = (await chain.select(call(), Toy())).report
     assert report.outcomes[1].message == "SystemExit: 3"
+
+
+@pytest.mark.anyio
+async def test_where_all_fail_nothing_is_stored():
+    """A heuristic that stands in for a tune in which everything failed reaches no store."""
+
+    class Shelf:
+        put_calls = 0
+
+        async def get(self, *key):
+            return None
+
+        async def put(self, *record):
+            self.put_calls += 1
+
+    shelf = Shelf()
+    bench = Bench(script={"run_errors": lambda cfg: ValueError("no")}, persistent=shelf)
+    async with bench.chain as chain:
+        selection = await chain.select(call(), Toy())
+    assert (selection.tier, shelf.put_calls) == ("heuristics", 0)
+    assert "none of the 3 candidates" in selection.declined["autotune"]

@@ -302,3 +302,40 @@ def test_arguments_are_packed_off_the_loop(real_backend, monkeypatch):
     assert report.winner == "fast"
     assert len(threads) == 2
     assert threading.main_thread() not in threads
+
+
+_PROGRAM = """
+import anyio, jax.numpy as jnp
+from asel import Tuner, TuningError
+from hostile import of_config
+
+print("the program runs", flush=True)
+
+class Here:
+    def __init__(self, cfg):
+        self.cfg = cfg
+    def __call__(self, x):
+        return x * self.cfg
+
+async def main():
+    tuner = Tuner(1, 1, isolation="process")
+    print(await tuner.autotune(of_config, (jnp.ones(8),), {}, [1, 2000]))
+    try:
+        await tuner.autotune(Here, (jnp.ones(8),), {}, [1, 2])
+    except TuningError as error:
+        print(error.outcomes[0].message)
+
+anyio.run(main)
+"""
+
+
+def test_a_worker_never_runs_the_program_itself(tmp_path):
+    """A script without a guard around its main part is not run again, and what it defines itself is refused."""
+    script = tmp_path / "program.py"
+    script.write_text(_PROGRAM)
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[:2] == ["the program runs", "1"]
+    assert ran.stdout.count("the program runs") == 1
+    assert "defined in __main__, which a worker does not run" in ran.stdout
