@@ -18,7 +18,7 @@ from asel.keys import CacheKey, Objective
 from asel.measure import How, Sampler, Trial
 from asel.meter import Meter
 from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport
-from asel.strategies import Board
+from asel.strategies import Board, level
 from asel.threads import Busy
 
 __all__ = ["Runner", "TuneJob", "by_way", "groups_of", "report_on", "sentence"]
@@ -127,7 +127,7 @@ class TuneJob(Generic[Cfg]):
             return False
         assert self.incumbent is not None
         then, runner = self.known[self.incumbent], self.runners.get(self.incumbent)
-        return runner is None or runner.how != then.how or not then.median_s
+        return runner is None or runner.how != then.how or not level(then.samples_s)
 
     @property
     def spent_s(self) -> float:
@@ -238,9 +238,9 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
 
 
 def _margin(board: Board, winner: int, incumbent: int | None) -> float:
-    if incumbent is None or board.median(incumbent) == 0:
+    if incumbent is None or board.level(incumbent) == 0:
         return 0.0
-    return 1 - board.median(winner) / board.median(incumbent)
+    return 1 - board.level(winner) / board.level(incumbent)
 
 
 def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
@@ -251,7 +251,7 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
     then = job.known.get(job.incumbent)
     if then is None:
         return []
-    ratio = board.median(job.incumbent) / then.median_s
+    ratio = board.level(job.incumbent) / level(then.samples_s)
     reused = [i for i in job.reused if i not in job.outcomes]
     for index in reused:
         earlier = job.known[index]

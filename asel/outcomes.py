@@ -81,7 +81,7 @@ class TuneReport(Generic[Cfg]):
     objective: Objective = "forward"
     incumbent: Cfg | None = None
     noise: float = 0.0
-    """How far apart two medians may be and still be a tie, as a fraction."""
+    """How far apart two may be and still be a tie, as a fraction."""
     margin: float = 0.0
     """By how much of the incumbent's time the winner is faster."""
     tune_budget_s: float | None = None

@@ -9,18 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Protocol
 
-__all__ = ["Board", "Drop", "Exhaustive", "Race", "Sample", "Step", "Strategy"]
+__all__ = ["Board", "Drop", "Exhaustive", "Race", "Sample", "Step", "Strategy", "level"]
 
-# Two medians closer than this are a tie, however calm the samples look.
+# Two levels closer than this are a tie, however calm the samples look.
 LEAST_NOISE = 0.02
 # Where samples scatter, so much is a tie for anyone: what it may cost is bounded by what a choice may cost.
 MOST_TIE = 0.03
 # And farther apart than this they are none even for the incumbent: a guess is not kept at any price.
 MOST_NOISE = 0.1
-# Medians known as well as this are not sampled on: a winner that ties by twice that is the same next time.
+# Levels known as well as this are not sampled on: a winner that ties by twice that is the same next time.
 PRECISE = 0.01
 # What the system takes from a run now and then, whatever its length: long samples are precise, short ones are not.
 JITTER_S = 5e-3
@@ -46,6 +46,14 @@ class Drop:
 
 
 Step = Sample | Drop
+
+
+def level(samples: Sequence[float]) -> float:
+    """Return the mean of the faster half: samples are late and never early, so the slower half knows less.
+
+    On a busy machine medians of equal candidates lie up to twice as far apart.
+    """
+    return fmean(sorted(samples)[: (len(samples) + 1) // 2])
 
 
 @dataclass(slots=True)
@@ -95,8 +103,12 @@ class Board:
     def median(self, index: int) -> float:
         return median(self.samples[index])
 
+    def level(self, index: int) -> float:
+        """Return what a candidate is ranked by."""
+        return level(self.samples[index])
+
     def interval(self, index: int) -> tuple[float, float]:
-        """Return the bounds within which the median lies: McGill's notch, 1.58 IQR / sqrt(n) to either side.
+        """Return the bounds within which a level lies: McGill's notch, 1.58 IQR / sqrt(n) to either side.
 
         Wider where samples are few: they show less scatter than there is.
         """
@@ -105,18 +117,17 @@ class Board:
             return 0.0, float("inf")
         low, _, high = quantiles(samples, n=4, method="inclusive")
         reach = 1.58 * (high - low) / len(samples) ** 0.5 * (1 + 4 / len(samples))
-        middle = median(samples)
-        return middle - reach, middle + reach
+        return level(samples) - reach, level(samples) + reach
 
     def spread(self, index: int) -> float:
-        """Return how well a median is known: the reach of its interval, as a fraction; 0 where nothing tells."""
-        middle = self.median(index)
+        """Return how well a level is known: the reach of its interval, as a fraction; 0 where nothing tells."""
+        middle = self.level(index)
         if len(self.samples[index]) < 2 or middle <= 0:
             return 0.0
         return (self.interval(index)[1] - middle) / middle
 
     def noise(self, *indices: int) -> float:
-        """Return how far apart two medians may be and still be a tie, as a fraction."""
+        """Return how far apart two levels may be and still be a tie, as a fraction."""
         return min(max(LEAST_NOISE, *map(self.spread, indices)), MOST_NOISE)
 
     def tie(self, *indices: int) -> float:
@@ -124,8 +135,8 @@ class Board:
         return min(LEAST_NOISE + max(map(self.spread, indices)), MOST_TIE)
 
     def leader(self) -> int:
-        """Return the candidate with the lowest median of those that are still in."""
-        return min((i for i in self.measured if i not in self.dropped), key=self.median)
+        """Return the candidate with the lowest level of those that are still in."""
+        return min((i for i in self.measured if i not in self.dropped), key=self.level)
 
     def winner(self) -> int:
         """Return the incumbent where it is within the noise of the leader, else the first declared of its equals.
@@ -134,12 +145,12 @@ class Board:
         slower, and cannot come back on the strength of few samples.
         """
         leader = self.leader()
-        best, finalists = self.median(leader), [i for i in self.measured if i not in self.dropped]
-        if self.incumbent in finalists and self.median(self.incumbent) <= best * (
+        best, finalists = self.level(leader), [i for i in self.measured if i not in self.dropped]
+        if self.incumbent in finalists and self.level(self.incumbent) <= best * (
             1 + self.noise(leader, self.incumbent)
         ):
             return self.incumbent
-        return min(i for i in finalists if self.median(i) <= best * (1 + self.tie(leader, i)))
+        return min(i for i in finalists if self.level(i) <= best * (1 + self.tie(leader, i)))
 
 
 class Strategy(Protocol):
@@ -168,7 +179,7 @@ class Race:
     whatever hangs later leaves something measured. A warm-up that is slower than the best so far by a
     tenth and `JITTER_S` is witness enough where runs are long (`LONG_S`); no sample follows it.
 
-    A round drops the clear losers: those whose best sample is slower than what the leader's median may
+    A round drops the clear losers: those whose best sample is slower than what the leader's level may
     be, twice as slow after the first round, by a quarter after the second, a tenth after the third, and
     by more than a tie from then on. Samples are late and never early, so the best one is a fair witness.
     What makes them late is a few milliseconds, whatever their length, so long ones are precise and drop
@@ -176,7 +187,7 @@ class Race:
     the incumbent: it is what the winner is held against.
 
     It is over after `iters` rounds at the earliest, when every survivor's interval lies clear of the
-    leader's or both medians are known to within `PRECISE`. It is over after `most_rounds` at the latest,
+    leader's or both levels are known to within `PRECISE`. It is over after `most_rounds` at the latest,
     or when the rounds have cost what is at stake: as much as the first pass up to a second, a quarter of
     it beyond that, and `least_s` in any case. So short kernels, which are noisy and cheap, are sampled
     often, and long ones, which are neither, seldom.
@@ -222,10 +233,10 @@ class Race:
 
     def _losers(self, board: Board, number: int) -> Sequence[int]:
         leader = board.leader()
-        best = board.median(leader) * (1 + board.spread(leader))
+        best = board.level(leader) * (1 + board.spread(leader))
         allowed = {1: 2.0, 2: 1.25, 3: 1.1}.get(number, 1 + LEAST_NOISE)
         allowed_s = min(best * allowed, best * 1.05 + JITTER_S / number)
-        standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.median)
+        standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.level)
         losers = [i for i in standing[2:] if min(board.samples[i]) > allowed_s]
         return [i for i in losers if i != board.incumbent]
 
