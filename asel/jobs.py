@@ -244,14 +244,12 @@ def _margin(board: Board, winner: int, incumbent: int | None) -> float:
 
 
 def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
-    """Put earlier timings on the board, in today's terms; return whose they are."""
-    board = job.board
-    if board is None or job.incumbent not in comparable:
+    """Put earlier timings on the board, in today's terms; return those that may win, as the incumbent may."""
+    board, incumbent = job.board, job.incumbent
+    if board is None or incumbent is None or not job.reused or not board.samples.get(incumbent):
         return []
-    then = job.known.get(job.incumbent)
-    if then is None:
-        return []
-    ratio = board.level(job.incumbent) / level(then.samples_s)
+    then = job.known[incumbent]
+    ratio = board.level(incumbent) / level(then.samples_s)
     reused = [i for i in job.reused if i not in job.outcomes]
     for index in reused:
         earlier = job.known[index]
@@ -265,7 +263,7 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
             alias_of=None,
             reused=True,
         )
-    return reused
+    return reused if incumbent in comparable else []
 
 
 def by_way(job: TuneJob[Any], indices: Sequence[int]) -> list[list[int]]:

@@ -134,9 +134,14 @@ class Board:
         """Return the same for two of which neither is the incumbent: more than a choice may cost is no tie."""
         return min(LEAST_NOISE + max(map(self.spread, indices)), MOST_TIE)
 
+    @property
+    def finalists(self) -> list[int]:
+        """The measured candidates that are still in; where all of those have failed, what was dropped for them."""
+        return [i for i in self.measured if i not in self.dropped] or self.measured
+
     def leader(self) -> int:
-        """Return the candidate with the lowest level of those that are still in."""
-        return min((i for i in self.measured if i not in self.dropped), key=self.level)
+        """Return the finalist with the lowest level."""
+        return min(self.finalists, key=self.level)
 
     def winner(self) -> int:
         """Return the incumbent where it is within the noise of the leader, else the first declared of its equals.
@@ -144,13 +149,11 @@ class Board:
         Equals are within the noise too, but never by more than `MOST_TIE`. What was dropped was clearly
         slower, and cannot come back on the strength of few samples.
         """
-        leader = self.leader()
-        best, finalists = self.level(leader), [i for i in self.measured if i not in self.dropped]
-        if self.incumbent in finalists and self.level(self.incumbent) <= best * (
-            1 + self.noise(leader, self.incumbent)
-        ):
-            return self.incumbent
-        return min(i for i in finalists if self.level(i) <= best * (1 + self.tie(leader, i)))
+        leader, incumbent = self.leader(), self.incumbent
+        best = self.level(leader)
+        if incumbent in self.finalists and self.level(incumbent) <= best * (1 + self.noise(leader, incumbent)):
+            return incumbent
+        return min(i for i in self.finalists if self.level(i) <= best * (1 + self.tie(leader, i)))
 
 
 class Strategy(Protocol):

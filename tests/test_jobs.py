@@ -200,6 +200,25 @@ async def test_without_the_incumbent_old_timings_are_taken_anew(stage):
 
 
 @pytest.mark.anyio
+async def test_old_timings_of_another_way_are_reported_and_cannot_win():
+    """Where the new candidate is timed in a better way than the incumbent, it has nobody to be held against."""
+
+    class Better(ScriptedMeasure):
+        async def compile(self, trial):
+            sample = await super().compile(trial)
+            sample.how = "forward+backward" if trial.cfg.m == 4 else "forward"
+            return sample
+
+    measure = Better(lambda cfg: {1: 0.3, 2: 0.2, 3: 0.1, 4: 0.5}[cfg.m])
+    bench = Bench(tuner=Tuner(measure=measure), allow={"validate_backward": True})
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+        report = (await chain.select(call(), Wider())).report
+    assert report.winner == Blocks(4)
+    assert [o.reused for o in report.outcomes] == [False, True, True, False]
+
+
+@pytest.mark.anyio
 async def test_a_retune_measures_everything_again():
     """On purpose means on purpose."""
     bench = Bench()

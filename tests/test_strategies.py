@@ -215,6 +215,20 @@ def test_a_candidate_that_fails_is_out_of_every_plan():
     assert set(board.measured) == {0, 2}
 
 
+def test_when_every_finalist_fails_what_was_dropped_is_the_answer():
+    """A slow time is better than none: those that drove it out are gone."""
+    board = Board([0, 1, 2])
+    for step in Race(iters=3).plan(board):
+        if isinstance(step, Drop):
+            board.drop(step.index, step.round)
+        elif step.index != 2 and len(board.samples.get(step.index, ())) == 2:
+            board.remove(step.index)
+        else:
+            board.record(step.index, [1e-3, 1e-3, 5e-3][step.index])
+    assert board.dropped == {2: 1}
+    assert board.winner() == 2
+
+
 def test_a_strategy_is_named_or_made():
     """A name, or any object with a plan; everything else is refused by name."""
     assert Tuner(strategy=Race(iters=2)) is not None

@@ -80,7 +80,7 @@ class Fixed:
 @pytest.mark.anyio
 @pytest.mark.parametrize("fastest", ["a", "b", "c"])
 async def test_the_fastest_wins(fastest):
-    """The winner is the candidate with the least median time, wherever it stands in the list."""
+    """The winner is the candidate with the least time, wherever it stands in the list."""
     costs = {"a": 0.3, "b": 0.2, "c": 0.4} | {fastest: 0.1}
     report = await tune(costs)
     assert report.winner == fastest
