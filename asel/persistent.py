@@ -251,20 +251,11 @@ class PersistentCache(Generic[Cfg]):
 
     def _stored(self, record: Record, among: tuple[Cfg, ...] = ()) -> Stored[Cfg] | None:
         try:
-            cfg = self._known_again(record.cfg, among)
+            cfg = self._codec.reader(among)(record.cfg)
         except RecordError as error:
             self._reject(Rejected(f"{self.path} ({record.key.op_id})", str(error), record.key))
             return None
         return Stored(cfg, self._report(record, among), record=record)
-
-    def _known_again(self, value: Any, among: tuple[Cfg, ...]) -> Cfg:
-        """Return the config of a JSON value: one of those it may be, where nothing else says what it is."""
-        cfg = self._codec.load(value)
-        if self._codec.is_plain:
-            for candidate in among:
-                if self._codec.spells(candidate, value):
-                    return candidate
-        return cfg
 
     def _spelt(self, report: TuneReport[Cfg]) -> dict[str, Any] | None:
         try:
@@ -278,7 +269,7 @@ class PersistentCache(Generic[Cfg]):
         if record.report is None:
             return None
         try:
-            return TuneReport.from_facts(record.report, lambda value: self._known_again(value, among))
+            return TuneReport.from_facts(record.report, self._codec.reader(among))
         except (RecordError, ValueError, TypeError, KeyError, AttributeError) as error:
             logger.debug("the report of a record of %s cannot be read: %s", record.key, error)
             return None
