@@ -38,7 +38,7 @@ class Codec(Generic[Cfg]):
     ) -> None:
         for name, function in (("loader", loader), ("dumper", dumper)):
             if function is not None and not callable(function):
-                raise InvalidRequestError(f"PersistentCache: {name}={function!r} must be a function")
+                raise InvalidRequestError(f"PersistentCache: {name} must be a function, not {type(function).__name__}")
         self._loader = loader
         self._dumper = dumper
         self._adapter: TypeAdapter[Any] | None = None

@@ -63,11 +63,14 @@ class PersistentCache(Generic[Cfg]):
         if isinstance(opname, str) and opname.endswith(".json") and (path is None or callable(path)):
             # PersistentCache("/path/to/cache.json", loader, dumper), as its ancestor's documentation has it.
             opname, path, loader, dumper = Path(opname).stem, opname, path or loader, loader if path else dumper
-        if not isinstance(opname, str) or not _NAMES.fullmatch(opname):
+        elif not isinstance(opname, str) or not _NAMES.fullmatch(opname):
+            shown = "a URL" if "://" in str(opname) else repr(opname)  # which may have a password in it
             raise InvalidRequestError(
-                f"PersistentCache: opname={opname!r} must be a plain name of letters, digits and ._@+-; "
+                f"PersistentCache: opname, {shown}, must be a plain name of letters, digits and ._@+-; "
                 "pass a location as path="
             )
+        if isinstance(shipped, str | bytes | os.PathLike):
+            raise InvalidRequestError("PersistentCache: shipped must be a list of locations, not a single one")
         self.opname = opname
         self.store: Store = open_store(_default_root() / opname if path is None else path)
         self.shipped: tuple[Store, ...] = tuple(open_store(location, read_only=True) for location in shipped)
@@ -132,15 +135,12 @@ class PersistentCache(Generic[Cfg]):
             exact = await store.get(Address(sought.key, sought.checksum, here))
             if exact is not None and (stored := self._stored(exact, sought.among)) is not None:
                 return stored
-            others = [
-                record
-                async for record in store.records(sought.key)
-                if record.checksum in ("", sought.checksum)
-                and record != exact
-                and (not record.environment or not sought.exact)
-            ]
-            if (stored := self._best(others, sought.among)) is not None:
-                return stored
+            others = [record async for record in store.records(sought.key) if record != exact]
+            put = [record for record in others if not record.checksum and not record.environment]
+            elsewhere = [record for record in others if record.checksum == sought.checksum and not sought.exact]
+            for candidates in (put, elsewhere):
+                if (stored := self._best(candidates, sought.among)) is not None:
+                    return stored
         return None
 
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:

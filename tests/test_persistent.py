@@ -134,6 +134,12 @@ def test_the_form_its_ancestor_documents_means_that_file(tmp_path):
     assert '"cfg":"8"' in (tmp_path / "cache.json").read_text()
 
 
+@pytest.mark.parametrize("name", ["my cache.json", "t\N{LATIN SMALL LETTER U WITH DIAERESIS}nes.json", ".json"])
+def test_a_file_may_have_any_name(name, tmp_path):
+    """Only what becomes a directory's name has to be plain."""
+    assert PersistentCache(str(tmp_path / name)).path == str(tmp_path / name)
+
+
 def test_a_store_of_ones_own_is_used_as_it_is(tmp_path):
     """Anything with the Store protocol."""
     store = DirectoryStore(tmp_path)
@@ -301,6 +307,18 @@ def test_what_a_user_put_answers_for_any_checksum(make_cache):
             await make_cache().put(*key, Blocks(77))
             assert (await chain.select(call(), Toy())).cfg == Blocks(77)
         assert bench.tunes == 0
+
+    run(scene)
+
+
+def test_what_a_user_put_comes_before_another_environments_record(make_cache):
+    """Also where that was measured later: the user meant it for every environment."""
+
+    async def scene():
+        cache = make_cache()
+        await cache.put(*KEY, Blocks(77))
+        await cache.keep(report(Blocks(2), environment={"jax": "2"}), replace=False)
+        assert await found(cache) == await found(cache, exact=True) == Blocks(77)
 
     run(scene)
 

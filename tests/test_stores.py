@@ -11,8 +11,10 @@ from functools import partial
 
 import anyio
 import pytest
+from pydantic import RedisDsn, TypeAdapter
 from store_contract import KEY, LAWS, everything, record
 
+from asel import ConfigSelectorChain, PersistentCache
 from asel.errors import InvalidRequestError, StoreError
 from asel.stores import DirectoryStore, DocumentStore, open_store
 from asel.stores.records import MOST_BYTES, Record
@@ -69,6 +71,28 @@ def test_what_is_no_location_is_refused(location):
     """The message says what would do."""
     with pytest.raises(InvalidRequestError, match="redis://"):
         open_store(location)
+
+
+SECRET = "redis://:hunter2@host"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda: open_store(SECRET.encode()),
+        lambda: open_store([SECRET]),
+        lambda: open_store(TypeAdapter(RedisDsn).validate_python(SECRET)),
+        lambda: PersistentCache(SECRET),
+        lambda: PersistentCache("toy", loader=SECRET),
+        lambda: PersistentCache("toy", shipped=SECRET),
+        lambda: ConfigSelectorChain(persistent=SECRET),
+    ],
+)
+def test_a_url_in_the_wrong_place_is_not_repeated(mistake):
+    """It may hold a password, and errors end up in logs."""
+    with pytest.raises(InvalidRequestError) as refused:
+        mistake()
+    assert "hunter2" not in str(refused.value)
 
 
 def test_opening_a_store_touches_nothing(tmp_path):
@@ -414,7 +438,8 @@ def test_one_putter_cancelled_costs_the_others_nothing(document, real_backend):
             tasks.start_soon(first)
             for number in range(1, 10):
                 tasks.start_soon(document.put, record(number, checksum=f"c{number}"))
-            await anyio.lowlevel.checkpoint()
+            while not scopes:  # trio starts tasks in any order
+                await anyio.lowlevel.checkpoint()
             scopes[0].cancel()
         assert {one.cfg for one in await everything(document)} >= set(range(1, 10))
 
