@@ -223,7 +223,11 @@ class Keeper(Generic[Cfg]):
 
     def found_by(self, claim: Claim, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         """Return what another process stored before the claim was ours, or while we waited for it."""
-        return None if claim.record is None else self._place.read(claim.record, sought)
+        try:
+            return None if claim.record is None else self._place.read(claim.record, sought)
+        except Exception as error:  # what came with the claim is no record
+            self._health.failed("claim", error, sought.key, self._events.now())
+            return None
 
     def _tell_wait(self, key: CacheKey, claim: Claim, start: float) -> None:
         waited_s = self._events.now() - start

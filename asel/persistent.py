@@ -27,7 +27,7 @@ from asel.outcomes import TuneReport
 from asel.persistence import Sought, Stored
 from asel.stores import open_store
 from asel.stores.protocol import Claim, Store
-from asel.stores.records import Address, Record, RecordError, Rejected, environment_digest, log_rejected
+from asel.stores.records import MOST_BYTES, Address, Record, RecordError, Rejected, environment_digest, log_rejected
 
 __all__ = ["PersistentCache"]
 
@@ -259,10 +259,14 @@ class PersistentCache(Generic[Cfg]):
 
     def _spelt(self, report: TuneReport[Cfg]) -> dict[str, Any] | None:
         try:
-            spelt: dict[str, Any] = json.loads(report.to_json(self._codec.dump))
+            text = report.to_json(self._codec.dump)
         except InvalidRequestError as error:  # the winner could be stored; that another cannot is no reason not to
             logger.debug("stored without its report: %s", error)
             return None
+        if len(text) > MOST_BYTES // 2:  # compilers' errors have no bound
+            logger.debug("stored without its report, which has %d bytes", len(text))
+            return None
+        spelt: dict[str, Any] = json.loads(text)
         return spelt
 
     def _report(self, record: Record, among: tuple[Cfg, ...]) -> TuneReport[Cfg] | None:

@@ -561,3 +561,20 @@ async def test_a_claim_that_hangs_costs_its_bound_once(when):
         assert await chain.choose(call(1), Toy()) == BEST
         assert anyio.current_time() - start == pytest.approx(5.0 + TUNE_S)
     assert [event.operation for event in bench.sink.named("store_error")] == ["claim"]
+
+
+async def test_nonsense_that_comes_with_a_claim_is_the_stores_failure():
+    """A store of somebody else's making costs its tier, and no tune."""
+
+    class Odd(Place):
+        @asynccontextmanager
+        async def claim(self, sought, wait_s):
+            yield Claim(held=True, record="nonsense")
+
+        def read(self, record, sought):
+            return record.cfg
+
+    bench = bench_over(Odd())
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+    assert [event.operation for event in bench.sink.named("store_error")] == ["claim"]

@@ -12,11 +12,11 @@ import anyio
 import pytest
 from kernels import BEST, COSTS, GUESS, Bench, Blocks, Toy, call
 
-from asel import InvalidRequestError, PersistentCache
+from asel import InvalidRequestError, PersistentCache, StoreError
 from asel.keys import CacheKey
-from asel.outcomes import Measured, TuneReport
+from asel.outcomes import Failed, Measured, TuneReport
 from asel.persistence import Sought
-from asel.stores import DirectoryStore, DocumentStore
+from asel.stores import DirectoryStore, DocumentStore, document
 from asel.stores.records import Record
 
 KEY = CacheKey("dev", "toy@v1", "k")
@@ -368,6 +368,51 @@ def test_an_exported_document_can_be_imported_anywhere(make_cache, tmp_path):
         path = tmp_path / "written.json"
         path.write_text(json.dumps(document))
         assert await found(PersistentCache("toy", path, cfg_type=Blocks)) == BEST
+
+    run(scene)
+
+
+def test_many_records_are_moved_together(tmp_path, monkeypatch):
+    """A document is written a few times, and not once for every record."""
+    overwrite, written = document.overwrite, []
+
+    def counted(*args):
+        written.append(args)
+        overwrite(*args)
+
+    monkeypatch.setattr(document, "overwrite", counted)
+    facts = [{"asel": 1, "key": ["d", "o", f"{i}"], "cfg": i, "environment": {}, "created": 1.0} for i in range(500)]
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "cache.json")
+        assert (await cache.import_({"asel": 1, "records": facts})).imported == 500
+        assert len((await cache.import_({"asel": 1, "records": facts})).skipped) == 500
+        assert await cache.prune(older_than=0) == 500
+
+    run(scene)
+    assert len(written) < 100
+
+
+def test_a_move_that_fails_says_why(tmp_path):
+    """The store's own error, however many records were on their way."""
+    (tmp_path / "cache").write_text("in the way")
+    facts = [{"asel": 1, "key": ["d", "o", f"{i}"], "cfg": i, "environment": {}, "created": 1.0} for i in range(5)]
+
+    async def scene():
+        with pytest.raises(StoreError):
+            await PersistentCache("toy", tmp_path / "cache").import_({"asel": 1, "records": facts})
+
+    run(scene)
+
+
+def test_a_report_beyond_all_bounds_does_not_cost_the_winner(make_cache):
+    """A compiler's error may be megabytes long; what was found is stored without it."""
+
+    async def scene():
+        cache = make_cache()
+        endless = Failed(Blocks(9), "compile", "XlaRuntimeError", "x" * 5_000_000)
+        await cache.keep(replace(report(), outcomes=(endless,)), replace=False)
+        assert await found(cache) == BEST
 
     run(scene)
 
