@@ -7,13 +7,13 @@ import functools
 import json
 import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Generic, Required, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pydantic_core
 from pydantic import AfterValidator, BaseModel, BeforeValidator, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
 from asel.errors import InvalidRequestError
@@ -38,7 +38,7 @@ class Codec(Generic[Cfg]):
     ) -> None:
         for name, function in (("loader", loader), ("dumper", dumper)):
             if function is not None and not callable(function):
-                raise InvalidRequestError(f"PersistentCache: {name}={function!r} must be a function")
+                raise InvalidRequestError(f"PersistentCache: {name} must be a function, not {type(function).__name__}")
         self._loader = loader
         self._dumper = dumper
         self._adapter: TypeAdapter[Any] | None = None
@@ -58,20 +58,18 @@ class Codec(Generic[Cfg]):
         except Exception as error:  # a dumper is the user's own, and may raise anything
             raise _cannot_be_stored(cfg, error) from error
         if not fits:
-            raise _cannot_be_stored(cfg, f"it would come back as {back!r}")
+            raise _cannot_be_stored(cfg, f"it would come back as {_shown(back)}")
         return value
 
-    @property
-    def is_plain(self) -> bool:
-        """True iff what is read stays the JSON value it is."""
-        return self._adapter is None and self._loader is None
-
-    def spells(self, cfg: Cfg, value: Any) -> bool:
-        """Tell whether a JSON value is what this config would be written as."""
-        try:
-            return bool(self.dump(cfg) == value)
-        except InvalidRequestError:
-            return False
+    def reader(self, among: Iterable[Cfg] = ()) -> Callable[[Any], Cfg]:
+        """Return `load`; where nothing else says what a JSON value was, it is known again as one of `among`."""
+        if self._adapter is not None or self._loader is not None:
+            return self.load
+        known: dict[str, Cfg] = {}
+        for cfg in among:
+            with suppress(InvalidRequestError):
+                known.setdefault(json.dumps(self.dump(cfg), sort_keys=True), cfg)
+        return lambda value: known.get(json.dumps(value, sort_keys=True), value)
 
     def _spelt(self, cfg: Cfg) -> Any:
         if self._dumper is not None:
@@ -95,11 +93,14 @@ class Codec(Generic[Cfg]):
             return value  # type: ignore[no-any-return]
         try:
             cfg: Cfg = self._adapter.validate_json(json.dumps(value), strict=True)
+            # pydantic leaves out what a type does not know; a field that is gone meant something once.
+            lost = _lost(value, _jsonable(cfg)) if self._dumper is None else None
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise RecordError(f"{_path(first['loc'])}: {first['msg']}") from error
-        # pydantic leaves out what a type does not know; a field that is gone meant something once.
-        if self._dumper is None and (lost := _lost(value, _jsonable(cfg))) is not None:
+        except Exception as error:  # validators and __post_init__ are the user's own, too
+            raise RecordError(f"the config type refused it: {type(error).__name__}: {error}") from error
+        if lost is not None:
             raise RecordError(f"{_path(lost)}: the config type has no such field")
         return cfg
 
@@ -109,12 +110,19 @@ def _adapter(cfg_type: Any) -> TypeAdapter[Any]:
         raise InvalidRequestError(f"PersistentCache: cfg_type={cfg_type!r} is a string; pass the type itself")
     try:
         return TypeAdapter(_readable(cfg_type))
-    except (PydanticUserError, TypeError, NameError) as error:
+    except Exception as error:  # what is no type makes pydantic raise anything
         raise InvalidRequestError(f"PersistentCache: cfg_type={cfg_type!r} cannot be read: {error}") from error
 
 
 def _cannot_be_stored(cfg: Any, why: object) -> InvalidRequestError:
-    return InvalidRequestError(f"{cfg!r} cannot be stored: {why}. Pass a dumper and a loader for such configs.")
+    return InvalidRequestError(f"{_shown(cfg)} cannot be stored: {why}. Pass a dumper and a loader for such configs.")
+
+
+def _shown(cfg: Any) -> str:
+    try:
+        return repr(cfg)
+    except Exception:  # a huge int has no repr, and a config's own may raise
+        return f"a {type(cfg).__name__}"
 
 
 def _jsonable(cfg: Any) -> Any:
@@ -144,10 +152,13 @@ def _lost(value: Any, known: Any, where: tuple[int | str, ...] = ()) -> tuple[in
 
 
 def _dtype_name(value: Any) -> str:
-    try:
-        return str(np.dtype(value).name)
-    except TypeError:
-        raise TypeError(f"{type(value).__name__} has no JSON form") from None
+    # numpy makes a dtype of anything that has one, so the number np.int64(128) would be "int64", and of any class.
+    if isinstance(value, np.dtype | type):
+        with suppress(TypeError):
+            dtype: np.dtype[Any] = np.dtype(value)
+            if dtype.kind != "O" and np.dtype(dtype.name) == dtype:
+                return str(dtype.name)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def _readable(hint: Any) -> Any:

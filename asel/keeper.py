@@ -10,14 +10,15 @@ import math
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Generic, Literal
 
 import anyio
+import anyio.lowlevel
 
 from asel.cache import ConfigCache
 from asel.errors import InvalidRequestError, StoreError
-from asel.events import ClaimWait, FanOut, Persisted, RecordRejected, StoreFailed, StoreRead, StoreRecovered, StoreRetry
+from asel.events import ClaimWait, FanOut, Persisted, RecordRejected, StoreFailed, StoreRead
+from asel.health import Health, in_words
 from asel.kernel import Cfg
 from asel.keys import CacheKey
 from asel.outcomes import TuneReport
@@ -27,82 +28,11 @@ from asel.stores.records import Rejected
 
 __all__ = ["Keeper"]
 
-Operation = Literal["get", "put", "claim"]
-_FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0
 _MOST_UNSAVED = 10_000
 
 
-@dataclass(slots=True)
-class _Trouble:
-    """An operation that failed, and when it may be tried again."""
-
-    why: str
-    rest_s: float
-    until: float
-    trying: bool = False
-
-
-class _Health:
-    """Whether a store works.
-
-    A store that cannot be read is taken for gone, and nothing is tried; one that cannot be written
-    is still read.
-    """
-
-    def __init__(self, events: FanOut) -> None:
-        self._events = events
-        self._troubles: dict[Operation, _Trouble] = {}
-        self._since = 0.0
-
-    def why_not(self, operation: Operation) -> str | None:
-        """Say why an operation is not to be tried now; after a rest, one caller at a time tries again."""
-        trouble = self._troubles.get("get") or self._troubles.get(operation)
-        if trouble is None:
-            return None
-        if (left := trouble.until - self._events.now()) > 0:
-            return f"the store failed ({trouble.why}) and is tried again in {left:.1f} s"
-        if trouble.trying:
-            return f"the store failed ({trouble.why}) and is being tried again"
-        trouble.trying = trouble is self._troubles.get(operation)
-        return None
-
-    def rest_left_s(self) -> float:
-        now = self._events.now()
-        return max((trouble.until - now for trouble in self._troubles.values()), default=0.0)
-
-    def failed(self, operation: Operation, error: Exception, key: CacheKey, start: float) -> None:
-        now, before = self._events.now(), self._troubles.get(operation)
-        was_well = not self._troubles
-        rest_s = _FIRST_REST_S if before is None else min(2 * before.rest_s, _LONGEST_REST_S)
-        self._troubles[operation] = _Trouble(_in_words(error), rest_s, now + rest_s)
-        if was_well:
-            self._since = start
-        kind = StoreFailed if was_well else StoreRetry
-        self._events(kind.of(key, operation, start, now, error))
-
-    def worked(self, operation: Operation, key: CacheKey) -> None:
-        over = [self._troubles.pop(operation, None)]
-        if operation == "put":  # a store that takes a record can be read, too
-            over.append(self._troubles.pop("get", None))
-        if any(over) and not self._troubles:
-            now = self._events.now()
-            self._events(
-                StoreRecovered(key=key, start=self._since, end=now, operation=operation, failing_s=now - self._since)
-            )
-
-    def forgive(self) -> None:
-        """Let everything be tried at once."""
-        for trouble in self._troubles.values():
-            trouble.until, trouble.trying = self._events.now(), False
-
-    def let_go(self, operation: Operation) -> None:
-        """Let another caller try: this one was cancelled before there was an answer."""
-        if (trouble := self._troubles.get(operation)) is not None:
-            trouble.trying = False
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+# A result that waits to be stored, and whether it is to replace what is there.
+_Unsaved = tuple[TuneReport[Cfg], bool]
 
 
 class Keeper(Generic[Cfg]):
@@ -113,8 +43,8 @@ class Keeper(Generic[Cfg]):
         self._place = place
         self._cache = cache
         self._events = events
-        self._health = _Health(events)
-        self._unsaved: dict[tuple[CacheKey, str], tuple[TuneReport[Cfg], bool]] = {}
+        self._health = Health(events)
+        self._unsaved: dict[tuple[CacheKey, str], _Unsaved[Cfg]] = {}
         self._news = anyio.Event()
 
     @property
@@ -137,7 +67,7 @@ class Keeper(Generic[Cfg]):
         except Exception as failure:  # a store's failure makes its tier decline
             error = failure if str(failure) or not isinstance(failure, TimeoutError) else self._late()
             self._health.failed("get", error, sought.key, start)
-            raise StoreError(_in_words(error)) from error
+            raise StoreError(in_words(error)) from error
         except BaseException:
             self._health.let_go("get")
             raise
@@ -166,30 +96,46 @@ class Keeper(Generic[Cfg]):
         `on_wait` is called where another process holds it and `wait_s` allows to wait.
         """
         claim, start, stack = Claim(), self._events.now(), AsyncExitStack()
+        # Outermost, so that it ends whatever the store's own block does to come and to go.
+        bound = stack.enter_context(anyio.CancelScope(deadline=anyio.current_time() + self.timeout_s))
         if self._place.has_claims and self._health.why_not("claim") is None:
             try:
-                claim = await self._claimed(stack, sought, wait_s, on_wait)
+                found = await self._claimed(stack, bound, sought, wait_s, on_wait)
+                bound.deadline = math.inf
+                await anyio.lowlevel.checkpoint_if_cancelled()  # a shielded store does not notice that it is late
+                claim = found
                 self._health.worked("claim", sought.key)
                 self._tell_wait(sought.key, claim, start)
-            except Exception as error:
-                self._health.failed("claim", error, sought.key, start)
-            except BaseException:
+            except BaseException as error:
                 self._health.let_go("claim")
-                raise
+                was_late = await stack.__aexit__(type(error), error, error.__traceback__)
+                if not was_late and not isinstance(error, Exception):
+                    raise
+                failure = error if isinstance(error, Exception) else self._late()
+                self._health.failed("claim", failure, sought.key, start)
+        bound.deadline = math.inf
         try:
             yield claim
         finally:
-            await self._give_back(stack, sought.key)
+            await self._give_back(stack, bound, sought.key)
 
-    async def _give_back(self, stack: AsyncExitStack, key: CacheKey) -> None:
-        start = self._events.now()
+    async def _give_back(self, stack: AsyncExitStack, bound: anyio.CancelScope, key: CacheKey) -> None:
+        start, was_late = self._events.now(), bound.cancel_called
+        bound.deadline = anyio.current_time() + self.timeout_s
         try:
             await stack.__aexit__(*sys.exc_info())
         except Exception as error:  # it ends with this process at the latest
             self._health.failed("claim", error, key, start)
+        if bound.cancelled_caught and not was_late:
+            self._health.failed("claim", self._late(), key, start)
 
     async def _claimed(
-        self, stack: AsyncExitStack, sought: Sought[Cfg], wait_s: float, on_wait: Callable[[], object]
+        self,
+        stack: AsyncExitStack,
+        bound: anyio.CancelScope,
+        sought: Sought[Cfg],
+        wait_s: float,
+        on_wait: Callable[[], object],
     ) -> Claim:
         async with AsyncExitStack() as first:
             claim = await first.enter_async_context(self._place.claim(sought, 0.0))
@@ -197,11 +143,16 @@ class Keeper(Generic[Cfg]):
                 stack.push_async_exit(first.pop_all())
                 return claim
         on_wait()
+        bound.deadline = anyio.current_time() + wait_s + self.timeout_s
         return await stack.enter_async_context(self._place.claim(sought, wait_s))
 
     def found_by(self, claim: Claim, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         """Return what another process stored before the claim was ours, or while we waited for it."""
-        return None if claim.record is None else self._place.read(claim.record, sought)
+        try:
+            return None if claim.record is None else self._place.read(claim.record, sought)
+        except Exception as error:  # what came with the claim is no record
+            self._health.failed("claim", error, sought.key, self._events.now())
+            return None
 
     def _tell_wait(self, key: CacheKey, claim: Claim, start: float) -> None:
         now = self._events.now()
@@ -223,9 +174,9 @@ class Keeper(Generic[Cfg]):
         Shielded, because the result is paid for, and bounded by `timeout_s`, because a store may hang;
         `scope` is the shield, for whoever may have to cut it short.
         """
-        address, start = (report.key, report.checksum), self._events.now()
+        start, waiting = self._events.now(), self._unsaved.get((report.key, report.checksum))
         if self._health.why_not("put") is not None:
-            self._save_later(report, replace)
+            self._save_later(report, replace, waiting)
             return None
         scope = anyio.CancelScope() if scope is None else scope
         scope.shield, scope.deadline = True, min(scope.deadline, anyio.current_time() + self.timeout_s)
@@ -236,16 +187,21 @@ class Keeper(Generic[Cfg]):
             except InvalidRequestError as refused:  # the config cannot be stored: no fault of the store's
                 self._events(StoreFailed.of(report.key, "put", start, self._events.now(), refused))
                 self._health.let_go("put")
+                self._no_longer_waits(report, waiting)
                 return None
             except Exception as failure:
                 error = failure
+            except BaseException:  # the bound's, or asyncio's own cancellation, which knows no shield
+                self._health.let_go("put")
+                self._save_later(report, replace, waiting)
+                raise
             else:
-                self._unsaved.pop(address, None)
+                self._no_longer_waits(report, waiting)
                 self._health.worked("put", report.key)
                 self._tell_kept(report, stored, start)
                 return stored
         self._health.failed("put", error, report.key, start)
-        self._save_later(report, replace)
+        self._save_later(report, replace, waiting)
         return None
 
     def _tell_kept(self, report: TuneReport[Cfg], stored: Stored[Cfg], start: float) -> None:
@@ -266,13 +222,20 @@ class Keeper(Generic[Cfg]):
 
     # What could not be stored.
 
-    def _save_later(self, report: TuneReport[Cfg], replace: bool) -> None:
-        address = (report.key, report.checksum)
-        self._unsaved.pop(address, None)
-        self._unsaved[address] = (report, replace)
+    def _save_later(self, report: TuneReport[Cfg], replace: bool, waiting: _Unsaved[Cfg] | None) -> None:
+        if self._no_longer_waits(report, waiting):
+            self._unsaved[report.key, report.checksum] = (report, replace)
         while len(self._unsaved) > _MOST_UNSAVED:
             del self._unsaved[next(iter(self._unsaved))]
         self._tell_saver()
+
+    def _no_longer_waits(self, report: TuneReport[Cfg], waiting: _Unsaved[Cfg] | None) -> bool:
+        """Take out what waited when `report` was about to be stored; False where a newer result took its place."""
+        address = (report.key, report.checksum)
+        if self._unsaved.get(address) is not waiting:
+            return False
+        self._unsaved.pop(address, None)
+        return True
 
     def _tell_saver(self) -> None:
         if self._unsaved:
@@ -292,11 +255,14 @@ class Keeper(Generic[Cfg]):
 
     async def flush(self, until: float = math.inf) -> None:
         """Try to store what is waiting, until the store fails again; others' results are adopted into memory."""
-        for report, replace in list(self._unsaved.values()):
+        for address, waiting in list(self._unsaved.items()):
+            if self._unsaved.get(address) is not waiting:
+                continue  # a newer result took its place
+            report, replace = waiting
             stored = await self.keep(report, replace=replace, scope=anyio.CancelScope(deadline=until))
-            if stored is None:
+            if stored is None and address in self._unsaved:
                 return
-            if stored.adopted:
+            if stored is not None and stored.adopted:
                 self._cache.adopt(report.key, report.checksum, stored.cfg, stored.report)
 
     async def close(self, until: float) -> None:

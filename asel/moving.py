@@ -5,16 +5,22 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import anyio
 
 from asel.errors import InvalidRequestError
 from asel.stores.document import records_in
 from asel.stores.protocol import Store
 from asel.stores.records import SCHEMA, Address, Record, RecordError
+from asel.threads import run_in_thread
 
 __all__ = ["Imported", "export", "import_", "prune"]
+
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +44,34 @@ async def export(store: Store, filter: Callable[[Record], bool] | None) -> dict[
 async def import_(store: Store, document: Mapping[str, Any], load: Callable[[Any], object]) -> Imported:
     """Put a document's records into a store, those that `load` can read."""
     try:
-        table, bad = records_in(document, "the document")
+        # Ten thousand records take seconds, which are the loop's to use.
+        table, bad = await run_in_thread("reading a document", partial(records_in, document, "the document"))
     except RecordError as error:
         raise InvalidRequestError(f"this cannot be imported: {error}") from error
     mismatched = [(rejected.where, rejected.reason) for rejected in bad]
-    imported, skipped = 0, []
+    fitting = []
     for address, record in table.items():
         try:
             load(record.cfg)
         except RecordError as error:
             mismatched.append((f"the record of {address.key}", str(error)))
-            continue
-        before = await store.get(address)
-        stored = before or await store.put(record)
-        if before is None and stored == record:
-            imported += 1
         else:
-            skipped.append((address, "there already" + ("" if stored.cfg == record.cfg else ", with another config")))
-    return Imported(imported, tuple(skipped), tuple(mismatched))
+            fitting.append(record)
+    there: dict[Address, Record] = {}
+
+    async def take_in(record: Record) -> None:
+        before = await store.get(record.address)
+        stored = before or await store.put(record)
+        if before is not None or stored != record:
+            there[record.address] = stored
+
+    await _for_each(fitting, take_in)
+    skipped = [
+        (address, "there already" + ("" if there[address].cfg == table[address].cfg else ", with another config"))
+        for address in table
+        if address in there
+    ]
+    return Imported(len(fitting) - len(skipped), tuple(skipped), tuple(mismatched))
 
 
 async def prune(
@@ -78,4 +94,30 @@ async def prune(
         )
 
     condemned = [record async for record in store.records() if is_condemned(record)]
-    return sum([await store.delete(record.address, expected=record) for record in condemned])
+    deleted = []
+
+    async def delete(record: Record) -> None:
+        if await store.delete(record.address, expected=record):
+            deleted.append(record)
+
+    await _for_each(condemned, delete)
+    return len(deleted)
+
+
+async def _for_each(records: Iterable[Record], work: Callable[[Record], Awaitable[None]]) -> None:
+    """Do some work for every record, many at a time: a document writes what comes together at once."""
+    left, failures = iter(records), list[Exception]()
+
+    async def some() -> None:
+        for record in left:
+            try:
+                await work(record)
+            except Exception as error:
+                failures.append(error)
+                tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(_AT_ONCE):
+            tasks.start_soon(some)
+    if failures:
+        raise failures[0]

@@ -150,4 +150,5 @@ def as_persistence(persistent: Any) -> Persistence[Any] | None:
         return _LoadSave(persistent)
     if hasattr(persistent, "get") and hasattr(persistent, "put"):
         return _LoadSave(_GetPut(persistent))
-    raise InvalidRequestError(f"persistent={persistent!r} has neither get and put nor load and save")
+    kind = type(persistent).__name__  # and not its text, which may be a URL with a password
+    raise InvalidRequestError(f"persistent: a {kind} has neither get and put nor load and save; use a PersistentCache")

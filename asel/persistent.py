@@ -27,7 +27,7 @@ from asel.outcomes import TuneReport
 from asel.persistence import Sought, Stored
 from asel.stores import open_store
 from asel.stores.protocol import Claim, Store
-from asel.stores.records import Address, Record, RecordError, Rejected, environment_digest, log_rejected
+from asel.stores.records import MOST_BYTES, Address, Record, RecordError, Rejected, environment_digest, log_rejected
 
 __all__ = ["PersistentCache"]
 
@@ -65,11 +65,14 @@ class PersistentCache(Generic[Cfg]):
         if isinstance(opname, str) and opname.endswith(".json") and (path is None or callable(path)):
             # PersistentCache("/path/to/cache.json", loader, dumper), as its ancestor's documentation has it.
             opname, path, loader, dumper = Path(opname).stem, opname, path or loader, loader if path else dumper
-        if not isinstance(opname, str) or not _NAMES.fullmatch(opname):
+        elif not isinstance(opname, str) or not _NAMES.fullmatch(opname):
+            shown = "a URL" if "://" in str(opname) else repr(opname)  # which may have a password in it
             raise InvalidRequestError(
-                f"PersistentCache: opname={opname!r} must be a plain name of letters, digits and ._@+-; "
+                f"PersistentCache: opname, {shown}, must be a plain name of letters, digits and ._@+-; "
                 "pass a location as path="
             )
+        if isinstance(shipped, str | bytes | os.PathLike):
+            raise InvalidRequestError("PersistentCache: shipped must be a list of locations, not a single one")
         self.opname = opname
         self.store: Store = open_store(_default_root() / opname if path is None else path)
         self.shipped: tuple[Store, ...] = tuple(open_store(location, read_only=True) for location in shipped)
@@ -134,15 +137,12 @@ class PersistentCache(Generic[Cfg]):
             exact = await store.get(Address(sought.key, sought.checksum, here))
             if exact is not None and (stored := self._stored(exact, sought.among)) is not None:
                 return stored
-            others = [
-                record
-                async for record in store.records(sought.key)
-                if record.checksum in ("", sought.checksum)
-                and record != exact
-                and (not record.environment or not sought.exact)
-            ]
-            if (stored := self._best(others, sought.among)) is not None:
-                return stored
+            others = [record async for record in store.records(sought.key) if record != exact]
+            put = [record for record in others if not record.checksum and not record.environment]
+            elsewhere = [record for record in others if record.checksum == sought.checksum and not sought.exact]
+            for candidates in (put, elsewhere):
+                if (stored := self._best(candidates, sought.among)) is not None:
+                    return stored
         return None
 
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
@@ -253,34 +253,29 @@ class PersistentCache(Generic[Cfg]):
 
     def _stored(self, record: Record, among: tuple[Cfg, ...] = ()) -> Stored[Cfg] | None:
         try:
-            cfg = self._known_again(record.cfg, among)
+            cfg = self._codec.reader(among)(record.cfg)
         except RecordError as error:
             self._reject(Rejected(f"{self.path} ({record.key.op_id})", str(error), record.key))
             return None
         return Stored(cfg, self._report(record, among), record=record)
 
-    def _known_again(self, value: Any, among: tuple[Cfg, ...]) -> Cfg:
-        """Return the config of a JSON value: one of those it may be, where nothing else says what it is."""
-        cfg = self._codec.load(value)
-        if self._codec.is_plain:
-            for candidate in among:
-                if self._codec.spells(candidate, value):
-                    return candidate
-        return cfg
-
     def _spelt(self, report: TuneReport[Cfg]) -> dict[str, Any] | None:
         try:
-            spelt: dict[str, Any] = json.loads(report.to_json(self._codec.dump))
+            text = report.to_json(self._codec.dump)
         except InvalidRequestError as error:  # the winner could be stored; that another cannot is no reason not to
             logger.debug("stored without its report: %s", error)
             return None
+        if len(text) > MOST_BYTES // 2:  # compilers' errors have no bound
+            logger.debug("stored without its report, which has %d bytes", len(text))
+            return None
+        spelt: dict[str, Any] = json.loads(text)
         return spelt
 
     def _report(self, record: Record, among: tuple[Cfg, ...]) -> TuneReport[Cfg] | None:
         if record.report is None:
             return None
         try:
-            return TuneReport.from_facts(record.report, lambda value: self._known_again(value, among))
+            return TuneReport.from_facts(record.report, self._codec.reader(among))
         except (RecordError, ValueError, TypeError, KeyError, AttributeError) as error:
             logger.debug("the report of a record of %s cannot be read: %s", record.key, error)
             return None

@@ -60,6 +60,7 @@ ARROW = [
     "_worker",
     "tuner",
     "adapters",
+    "health",
     "keeper",
     "tuning",
     "registry",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +69,32 @@ class Pair(NamedTuple):
 
 
 TILE = Tile((64, 128), Layout.BHTD)
+
+
+@dataclass(frozen=True)
+class Holder:
+    value: Any
+
+
+@dataclass(frozen=True)
+class Typed:
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Endless:
+    dtype: np.dtype
+    inner: Endless | None = None
+
+
+@dataclass(frozen=True)
+class Picky:
+    m: int
+
+    def __post_init__(self):
+        {1: "one"}[self.m]
+
+
 CONFIGS = [
     (Attention(TILE), Attention),
     (Attention(TILE, 4, "safe", (2, "y"), {3: "z"}), Attention),
@@ -145,17 +171,49 @@ def test_what_cannot_be_stored_says_so(cfg, cfg_type):
         Codec(cfg_type=cfg_type).dump(cfg)
 
 
+class Unspeakable:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        Holder(np.int64(128)),
+        Holder(np.float32(0.5)),
+        Holder(Unspeakable),
+        Holder(np.dtype(">f4")),
+        10**5000,
+        Unspeakable(),
+    ],
+    ids=["int64", "float32", "class", "big-endian", "huge", "unspeakable"],
+)
+def test_what_only_resembles_a_dtype_or_has_no_words_is_refused(cfg):
+    """numpy makes a dtype of anything that has one: 128 must not be stored as "int64", nor a class as "object"."""
+    with pytest.raises(InvalidRequestError, match=r"cannot be stored.*dumper"):
+        Codec().dump(cfg)
+
+
 def test_what_would_come_back_as_something_else_is_refused():
     """Equal and of the same type, or not at all."""
     with pytest.raises(InvalidRequestError, match="would come back as"):
         Codec(dumper=lambda cfg: {"m": 1, "n": 1}, cfg_type=Pair).dump(Pair(5, 6))
 
 
-@pytest.mark.parametrize("cfg_type", [object(), "Attention", 7])
+@pytest.mark.parametrize("cfg_type", [object(), "Attention", 7, {}, Endless])
 def test_a_type_that_cannot_be_read_is_refused_at_once(cfg_type):
     """A mistake in the set-up shows when the cache is made."""
     with pytest.raises(InvalidRequestError, match="cfg_type"):
         Codec(cfg_type=cfg_type)
+
+
+@pytest.mark.parametrize(
+    ("cfg_type", "value"), [(Picky, {"m": 9}), (Typed, {"dtype": "no such"}), (Typed, {"dtype": {"a": 1}})]
+)
+def test_a_type_that_raises_makes_a_record_unfit(cfg_type, value):
+    """A `__post_init__` may raise anything, and numpy a TypeError: it is the record that is refused, not the store."""
+    with pytest.raises(RecordError, match=r"the config type refused it: (KeyError|TypeError)"):
+        Codec(cfg_type=cfg_type).load(value)
 
 
 def test_a_loader_that_raises_makes_a_record_unfit():

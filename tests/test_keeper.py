@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from kernels import BEST, GUESS, TUNE_S, Bench, Blocks, Toy, call
+from kernels import BEST, COSTS, GUESS, TUNE_S, Bench, Blocks, Toy, call
 
-from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, SelectorClosedError
+from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, InvalidRequestError, SelectorClosedError
 from asel.persistence import Stored
 from asel.stores.protocol import Claim
 
@@ -460,6 +461,122 @@ async def test_a_claim_that_cannot_be_given_back_harms_nobody():
             raise OSError("it sticks")
 
     bench = bench_over(Sticky())
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+    assert [event.operation for event in bench.sink.named("store_error")] == ["claim"]
+
+
+async def test_what_proves_unstorable_later_does_not_hold_up_the_rest():
+    """It was found while the store rested, so nobody knew; it is told once, and what waits behind it is stored."""
+
+    class Refusing(Place):
+        async def keep(self, report, *, replace, claim=None):
+            if report.key == odd.key and not self.broken:
+                raise InvalidRequestError("this one cannot be stored")
+            return await super().keep(report, replace=replace, claim=claim)
+
+    place = Refusing()
+    place.broken = {"put"}
+    bench = bench_over(place)
+    async with bench.chain as chain:
+        await chain.choose(call(1), Toy())
+        odd = await chain.select(call(2), Toy())
+        await chain.choose(call(3), Toy())
+        place.broken = set()
+        await anyio.sleep(60)
+        assert len(place.kept) == 2
+    assert [event.operation for event in bench.sink.named("store_error")] == ["put", "put"]
+    assert bench.sink.named("closed")[0].unsaved == 0
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+async def test_a_newer_result_is_not_lost_to_an_older_one_that_is_being_stored(ends):
+    """Found while the store is being tried again, it waits its turn, however the trial ends."""
+
+    class Slow(Place):
+        gate = None
+
+        async def keep(self, report, *, replace, claim=None):
+            if self.gate is not None:
+                await self.gate.wait()
+            return await super().keep(report, replace=replace, claim=claim)
+
+    place = Slow()
+    place.broken = {"put"}
+    costs = dict(COSTS)
+    async with bench_over(place, costs=costs).chain as chain:
+        await chain.choose(call(), Toy())
+        gate = place.gate = anyio.Event()
+        place.broken = {"put"} if ends == "badly" else set()
+        await anyio.sleep(1.5)  # what was found is on its way into the store
+        costs[GUESS] = 0.001
+        assert await chain.retune(call(), Toy()) == GUESS
+        place.gate = None
+        gate.set()
+        await anyio.wait_all_tasks_blocked()
+        place.broken = set()
+        await anyio.sleep(60)
+    assert [stored.cfg for stored in place.kept.values()] == [GUESS]
+
+
+def test_asyncios_own_cancellation_while_storing_costs_neither_the_result_nor_the_store():
+    """It knows no shields. The store is tried again by the next, and the result waits."""
+
+    async def scene():
+        place = Place()
+        place.broken = {"put"}
+        chain = bench_over(place, costs=dict.fromkeys(COSTS, 0.0)).chain
+        await chain.choose(call(1), Toy())
+        place.broken, place.hung = set(), {"put"}
+        chain._keeper._health.forgive()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(chain.choose(call(2), Toy()), 0.1)
+        place.hung = set()
+        assert chain._keeper.unsaved == 2
+        await chain.choose(call(3), Toy())
+        assert len(place.kept) == 1
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("when", ["coming", "going", "shielded", "shielded and broken"])
+async def test_a_claim_that_hangs_costs_its_bound_once(when):
+    """Whether it hangs before it is held or after, the tune is answered and the store left alone."""
+
+    class Hanging(Place):
+        @asynccontextmanager
+        async def claim(self, sought, wait_s):
+            if when == "coming":
+                await anyio.sleep_forever()
+            if when.startswith("shielded"):
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(5.0)
+            if when == "shielded and broken":
+                raise OSError("no locks")
+            yield Claim(held=True)
+            if when == "going":
+                await anyio.sleep_forever()
+
+    bench = bench_over(Hanging(), store_timeout_s=5.0)
+    async with bench.chain as chain:
+        start = anyio.current_time()
+        assert await chain.choose(call(1), Toy()) == BEST
+        assert anyio.current_time() - start == pytest.approx(5.0 + TUNE_S)
+    assert [event.operation for event in bench.sink.named("store_error")] == ["claim"]
+
+
+async def test_nonsense_that_comes_with_a_claim_is_the_stores_failure():
+    """A store of somebody else's making costs its tier, and no tune."""
+
+    class Odd(Place):
+        @asynccontextmanager
+        async def claim(self, sought, wait_s):
+            yield Claim(held=True, record="nonsense")
+
+        def read(self, record, sought):
+            return record.cfg
+
+    bench = bench_over(Odd())
     async with bench.chain as chain:
         assert await chain.choose(call(), Toy()) == BEST
     assert [event.operation for event in bench.sink.named("store_error")] == ["claim"]

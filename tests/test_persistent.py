@@ -12,11 +12,11 @@ import anyio
 import pytest
 from kernels import BEST, COSTS, GUESS, Bench, Blocks, Toy, call
 
-from asel import InvalidRequestError, PersistentCache
+from asel import InvalidRequestError, PersistentCache, StoreError
 from asel.keys import CacheKey
-from asel.outcomes import Measured, TuneReport
+from asel.outcomes import Failed, Measured, TuneReport
 from asel.persistence import Sought
-from asel.stores import DirectoryStore, DocumentStore
+from asel.stores import DirectoryStore, DocumentStore, document
 from asel.stores.records import Record
 
 KEY = CacheKey("dev", "toy@v1", "k")
@@ -132,6 +132,12 @@ def test_the_form_its_ancestor_documents_means_that_file(tmp_path):
 
     run(scene)
     assert '"cfg":"8"' in (tmp_path / "cache.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["my cache.json", "t\N{LATIN SMALL LETTER U WITH DIAERESIS}nes.json", ".json"])
+def test_a_file_may_have_any_name(name, tmp_path):
+    """Only what becomes a directory's name has to be plain."""
+    assert PersistentCache(str(tmp_path / name)).path == str(tmp_path / name)
 
 
 def test_a_store_of_ones_own_is_used_as_it_is(tmp_path):
@@ -305,6 +311,18 @@ def test_what_a_user_put_answers_for_any_checksum(make_cache):
     run(scene)
 
 
+def test_what_a_user_put_comes_before_another_environments_record(make_cache):
+    """Also where that was measured later: the user meant it for every environment."""
+
+    async def scene():
+        cache = make_cache()
+        await cache.put(*KEY, Blocks(77))
+        await cache.keep(report(Blocks(2), environment={"jax": "2"}), replace=False)
+        assert await found(cache) == await found(cache, exact=True) == Blocks(77)
+
+    run(scene)
+
+
 # Shipped with a program.
 
 
@@ -350,6 +368,51 @@ def test_an_exported_document_can_be_imported_anywhere(make_cache, tmp_path):
         path = tmp_path / "written.json"
         path.write_text(json.dumps(document))
         assert await found(PersistentCache("toy", path, cfg_type=Blocks)) == BEST
+
+    run(scene)
+
+
+def test_many_records_are_moved_together(tmp_path, monkeypatch):
+    """A document is written a few times, and not once for every record."""
+    overwrite, written = document.overwrite, []
+
+    def counted(*args):
+        written.append(args)
+        overwrite(*args)
+
+    monkeypatch.setattr(document, "overwrite", counted)
+    facts = [{"asel": 1, "key": ["d", "o", f"{i}"], "cfg": i, "environment": {}, "created": 1.0} for i in range(500)]
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "cache.json")
+        assert (await cache.import_({"asel": 1, "records": facts})).imported == 500
+        assert len((await cache.import_({"asel": 1, "records": facts})).skipped) == 500
+        assert await cache.prune(older_than=0) == 500
+
+    run(scene)
+    assert len(written) < 100
+
+
+def test_a_move_that_fails_says_why(tmp_path):
+    """The store's own error, however many records were on their way."""
+    (tmp_path / "cache").write_text("in the way")
+    facts = [{"asel": 1, "key": ["d", "o", f"{i}"], "cfg": i, "environment": {}, "created": 1.0} for i in range(5)]
+
+    async def scene():
+        with pytest.raises(StoreError):
+            await PersistentCache("toy", tmp_path / "cache").import_({"asel": 1, "records": facts})
+
+    run(scene)
+
+
+def test_a_report_beyond_all_bounds_does_not_cost_the_winner(make_cache):
+    """A compiler's error may be megabytes long; what was found is stored without it."""
+
+    async def scene():
+        cache = make_cache()
+        endless = Failed(Blocks(9), "compile", "XlaRuntimeError", "x" * 5_000_000)
+        await cache.keep(replace(report(), outcomes=(endless,)), replace=False)
+        assert await found(cache) == BEST
 
     run(scene)
 

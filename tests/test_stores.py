@@ -6,12 +6,15 @@ import errno
 import json
 import os
 import stat
+import threading
 from functools import partial
 
 import anyio
 import pytest
+from pydantic import RedisDsn, TypeAdapter
 from store_contract import KEY, LAWS, everything, record
 
+from asel import ConfigSelectorChain, PersistentCache
 from asel.errors import InvalidRequestError, StoreError
 from asel.stores import DirectoryStore, DocumentStore, open_store
 from asel.stores.records import MOST_BYTES, Record
@@ -68,6 +71,28 @@ def test_what_is_no_location_is_refused(location):
     """The message says what would do."""
     with pytest.raises(InvalidRequestError, match="redis://"):
         open_store(location)
+
+
+SECRET = "redis://:hunter2@host"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda: open_store(SECRET.encode()),
+        lambda: open_store([SECRET]),
+        lambda: open_store(TypeAdapter(RedisDsn).validate_python(SECRET)),
+        lambda: PersistentCache(SECRET),
+        lambda: PersistentCache("toy", loader=SECRET),
+        lambda: PersistentCache("toy", shipped=SECRET),
+        lambda: ConfigSelectorChain(persistent=SECRET),
+    ],
+)
+def test_a_url_in_the_wrong_place_is_not_repeated(mistake):
+    """It may hold a password, and errors end up in logs."""
+    with pytest.raises(InvalidRequestError) as refused:
+        mistake()
+    assert "hunter2" not in str(refused.value)
 
 
 def test_opening_a_store_touches_nothing(tmp_path):
@@ -170,6 +195,68 @@ def test_one_bad_record_costs_a_document_no_other(document):
     assert json.loads(document.path.with_name("c.json.bad-0").read_text())["records"] == lines
 
 
+def test_a_bad_file_that_cannot_be_set_aside_is_an_error_and_no_endless_trial(directory):
+    """Whoever puts is told, instead of writing the same thing again and again."""
+    rejected = []
+    directory.on_rejected = rejected.append
+
+    async def scene():
+        await directory.put(record())
+        the_file(directory).write_bytes(b"")
+        (directory.root / "set-aside").write_text("no directory")
+        with pytest.raises(StoreError, match="cannot be set aside"):
+            await directory.put(record(2))
+
+    run(scene)
+    assert 0 < len(rejected) < 10
+
+
+def test_a_record_spelt_another_way_is_deleted_as_any_other(directory):
+    """A file that somebody indented is still the record it was."""
+
+    async def scene():
+        await directory.put(record())
+        path = the_file(directory)
+        path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
+        assert not await directory.delete(record().address, expected=record(2))
+        assert await directory.delete(record().address, expected=record())
+        assert await everything(directory) == []
+
+    run(scene)
+
+
+def test_a_reader_in_another_thread_takes_nothing_from_a_writer(document, monkeypatch):
+    """What a slow reader saw before another process wrote is not what the next put is added to."""
+    parse, is_read, is_late = DocumentStore._parse, threading.Event(), threading.Event()
+    one, two, three = (record(number, checksum=f"c{number}") for number in (1, 2, 3))
+
+    def slow_reader(store, directory):
+        seen = parse(store, directory)
+        if threading.current_thread().name.startswith("asel: reading"):
+            is_read.set()
+            assert is_late.wait(5)
+        return seen
+
+    def set_by_a_writer(store, name, value):
+        object.__setattr__(store, name, value)
+        if threading.current_thread().name.startswith("asel: writing") and not is_late.is_set():
+            is_late.set()
+            reader.join(5)
+
+    run(document.put, one)
+    other = DocumentStore(document.path)
+    late = DocumentStore(document.path)
+    monkeypatch.setattr(DocumentStore, "_parse", slow_reader)
+    reader = threading.Thread(target=run, args=(late.get, one.address))
+    reader.start()
+    assert is_read.wait(5)
+    run(other.put, two)
+    monkeypatch.setattr(DocumentStore, "__setattr__", set_by_a_writer, raising=False)
+    run(late.put, three)
+    monkeypatch.undo()
+    assert len(run(everything, document)) == 3
+
+
 # What must not be touched.
 
 
@@ -207,6 +294,38 @@ def test_a_planted_directory_link_is_not_followed(directory, tmp_path):
 
     run(scene)
     assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize(("kind", "claims"), [("directory", "cache/claims"), ("document", ".c.json.claims")])
+def test_claims_are_not_made_through_a_planted_link(kind, claims, tmp_path):
+    """Not even a lock, which is removed afterwards with whatever had its name."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    victim = outside / f"{record().address.digest}.lock"
+    victim.write_text("precious")
+    (tmp_path / claims).parent.mkdir(exist_ok=True)
+    (tmp_path / claims).symlink_to(outside)
+
+    async def scene():
+        with pytest.raises(StoreError):
+            async with MAKERS[kind](tmp_path).claim(record().address):
+                pass
+
+    run(scene)
+    assert victim.read_text() == "precious"
+
+
+def test_a_document_that_is_a_link_is_not_replaced(document, tmp_path):
+    """Whoever puts is told that the store failed."""
+    document.path.symlink_to(tmp_path / "other.json")
+    (tmp_path / "other.json").write_text("precious")
+
+    async def scene():
+        with pytest.raises(StoreError, match="link"):
+            await document.put(record())
+
+    run(scene)
+    assert (tmp_path / "other.json").read_text() == "precious"
 
 
 @pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
@@ -319,7 +438,8 @@ def test_one_putter_cancelled_costs_the_others_nothing(document, real_backend):
             tasks.start_soon(first)
             for number in range(1, 10):
                 tasks.start_soon(document.put, record(number, checksum=f"c{number}"))
-            await anyio.lowlevel.checkpoint()
+            while not scopes:  # trio starts tasks in any order
+                await anyio.lowlevel.checkpoint()
             scopes[0].cancel()
         assert {one.cfg for one in await everything(document)} >= set(range(1, 10))
 

@@ -35,6 +35,7 @@ def open_store(location: Any, *, read_only: bool = False) -> Store:
         return DocumentStore(location) if location.endswith(".json") else DirectoryStore(location, read_only=read_only)
     if all(hasattr(location, method) for method in ("get", "put", "claim", "records", "delete")):
         return location  # type: ignore[no-any-return]
+    kind = type(location).__name__  # and not its text: it may be a URL of some kind, with a password in it
     raise InvalidRequestError(
-        f"{location!r} is no store; use a path, a redis:// URL, or an object with the Store protocol"
+        f"a {kind} is no store; use a path, a redis:// URL as text, or an object with the Store protocol"
     )

@@ -28,6 +28,7 @@ __all__ = ["DirectoryStore"]
 # No write takes this long: what is older was left by a process that was killed.
 _ABANDONED_AFTER_S = 3600.0
 _BATCH = 256
+_TRIES = 8
 
 
 class DirectoryStore:
@@ -56,13 +57,16 @@ class DirectoryStore:
         if self.read_only:
             raise StoreError(f"{self.location} is only read", location=self.location)
         contents = record.to_json().encode()
-        while True:
-            write = partial(self._write, record.address, contents, replace)
+        write = partial(self._write, record.address, contents, replace)
+        for _ in range(_TRIES):
             if await in_thread(self.location, "writing to", write):
                 return record
             if (stored := await self.get(record.address)) is not None:
                 return stored
             # What stood in the way was bad and is set aside, or has been deleted: try again.
+        raise StoreError(
+            f"what is no record stands in the way in {self.location} and cannot be set aside", location=self.location
+        )
 
     def claim(self, address: Address, *, wait_s: float = 0.0) -> AbstractAsyncContextManager[Claim]:
         path = self.root / "claims" / f"{address.digest}.lock"
@@ -155,8 +159,7 @@ class DirectoryStore:
                     return False
                 aside = f".tmp-deleted-{os.getpid()}-{time.monotonic_ns()}"
                 os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
-                contents = read(aside, directory)
-                if expected is not None and contents != expected.to_json().encode():
+                if expected is not None and not _holds(contents := read(aside, directory), expected):
                     create(name, contents, directory)  # replaced just now, by someone who knew better
                     os.unlink(aside, dir_fd=directory)
                     return False
@@ -169,6 +172,13 @@ class DirectoryStore:
 
 def _place(address: Address) -> tuple[str, str]:
     return address.key_digest[:2], f"{address.digest}.json"
+
+
+def _holds(contents: bytes, record: Record) -> bool:
+    try:
+        return Record.from_json(contents) == record  # whichever way it is spelt
+    except RecordError:
+        return False
 
 
 def _sweep(name: str, directory: int) -> None:

@@ -222,11 +222,11 @@ class DocumentStore:
 
     def _write_alone(self, changes: list[_Change], directory: int) -> list[Rejected]:
         news: list[Rejected] = []
+        seen = self._seen  # taken once: a reader in another thread may set it to an older state at any moment
         try:
-            if _version(self.path.name, directory) != self._seen.version:
-                self._seen = self._parse(directory)
-                news = self._seen.rejected
-            seen = self._seen
+            if _version(self.path.name, directory) != seen.version:
+                self._seen = seen = self._parse(directory)
+                news = seen.rejected
         except FileNotFoundError:
             seen = _Seen(None, {}, [])
         table = dict(seen.table)

@@ -184,6 +184,8 @@ class FileClaim:
     def take(self) -> bool:
         """Return whether the lock is ours now."""
         self._path.parent.mkdir(parents=True, exist_ok=True)  # a lock need not outlive a power cut
+        if self._path.parent.is_symlink():  # planted: the lock would be made, and removed, somewhere else
+            raise OSError(errno.ELOOP, "the directory of the claims is a link", str(self._path.parent))
         try:
             self._lock.acquire(blocking=False)
         except filelock.Timeout:
@@ -238,5 +240,5 @@ async def in_thread(location: str, what: str, work: Callable[[], T]) -> T:
         return await run_in_thread(f"{what} {location}", work)
     except StoreError:
         raise
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError, RecordError) as error:
         raise StoreError(f"{what} {location} failed: {error}", location=location) from error

@@ -1,0 +1,87 @@
+"""Whether a store works: one that fails is left alone for a while, longer each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from asel.events import FanOut, StoreFailed, StoreRecovered, StoreRetry
+from asel.keys import CacheKey
+
+__all__ = ["Health", "in_words"]
+
+Operation = Literal["get", "put", "claim"]
+_FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0
+
+
+@dataclass(slots=True)
+class Trouble:
+    """An operation that failed, and when it may be tried again."""
+
+    why: str
+    rest_s: float
+    until: float
+    trying: bool = False
+
+
+class Health:
+    """Whether a store works.
+
+    A store that cannot be read is taken for gone, and nothing is tried; one that cannot be written
+    is still read.
+    """
+
+    def __init__(self, events: FanOut) -> None:
+        self._events = events
+        self._troubles: dict[Operation, Trouble] = {}
+        self._since = 0.0
+
+    def why_not(self, operation: Operation) -> str | None:
+        """Say why an operation is not to be tried now; after a rest, one caller at a time tries again."""
+        trouble = self._troubles.get("get") or self._troubles.get(operation)
+        if trouble is None:
+            return None
+        if (left := trouble.until - self._events.now()) > 0:
+            return f"the store failed ({trouble.why}) and is tried again in {left:.1f} s"
+        if trouble.trying:
+            return f"the store failed ({trouble.why}) and is being tried again"
+        trouble.trying = trouble is self._troubles.get(operation)
+        return None
+
+    def rest_left_s(self) -> float:
+        now = self._events.now()
+        return max((trouble.until - now for trouble in self._troubles.values()), default=0.0)
+
+    def failed(self, operation: Operation, error: Exception, key: CacheKey, start: float) -> None:
+        now, before = self._events.now(), self._troubles.get(operation)
+        was_well = not self._troubles
+        rest_s = _FIRST_REST_S if before is None else min(2 * before.rest_s, _LONGEST_REST_S)
+        self._troubles[operation] = Trouble(in_words(error), rest_s, now + rest_s)
+        if was_well:
+            self._since = start
+        kind = StoreFailed if was_well else StoreRetry
+        self._events(kind.of(key, operation, start, now, error))
+
+    def worked(self, operation: Operation, key: CacheKey) -> None:
+        over = [self._troubles.pop(operation, None)]
+        if operation == "put":  # a store that takes a record can be read, too
+            over.append(self._troubles.pop("get", None))
+        if any(over) and not self._troubles:
+            now = self._events.now()
+            self._events(
+                StoreRecovered(key=key, start=self._since, end=now, operation=operation, failing_s=now - self._since)
+            )
+
+    def forgive(self) -> None:
+        """Let everything be tried at once."""
+        for trouble in self._troubles.values():
+            trouble.until, trouble.trying = self._events.now(), False
+
+    def let_go(self, operation: Operation) -> None:
+        """Let another caller try: this one was cancelled before there was an answer."""
+        if (trouble := self._troubles.get(operation)) is not None:
+            trouble.trying = False
+
+
+def in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
