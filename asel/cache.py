@@ -58,6 +58,8 @@ class Provenance(Generic[Cfg]):
 
     source: Literal["put", "autotune", "persistent"]
     report: TuneReport[Cfg] | None = None
+    foreign: bool = False
+    """It was measured with other software than there is here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +252,22 @@ class ConfigCache(Generic[Cfg]):
             if self._table.get(key, {}).get(checksum) is None:
                 self._write(key, checksum, Done(cfg, ToBeVerified(checksum), Provenance("persistent", report)))
 
-    def remember(self, key: CacheKey, checksum: str, cfg: Cfg, report: TuneReport[Cfg] | None = None) -> Done[Cfg]:
+    def remember(
+        self,
+        key: CacheKey,
+        checksum: str,
+        cfg: Cfg,
+        report: TuneReport[Cfg] | None = None,
+        *,
+        foreign: bool = False,
+    ) -> Done[Cfg]:
         """Keep what a store had, verified; or return what has become known since it was asked."""
         with self._lock:
             entry = self._table.get(key, {}).get(checksum)
             known = None if entry is None else _answering(entry)
-            if known is not None and isinstance(known.state, Match):
+            if known is not None and isinstance(known.state, Match) and known.provenance.foreign <= foreign:
                 return known
-            done = Done(cfg, Match(), Provenance("persistent", report))
+            done = Done(cfg, Match(), Provenance("persistent", report, foreign))
             if isinstance(entry, Pending):  # a tune in flight stays in flight
                 self._table[key][checksum] = replace(entry, previous=done)
                 self.generation += 1  # no place in the order of use: it lasts until the tune ends

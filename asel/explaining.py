@@ -7,15 +7,16 @@ from typing import Any
 from asel.answers import Explanation, TierSays
 from asel.cache import ConfigCache, Lookup, Miss, Pending, overlaid
 from asel.calls import Call
+from asel.keeper import Keeper
 from asel.kernel import Cfg
-from asel.persistence import Persistence, Sought
+from asel.persistence import Sought
 from asel.tuning import inside_a_tune
 
 __all__ = ["explain", "why_memory_declines"]
 
 
 async def explain(
-    call: Call, sought: Sought[Cfg], cache: ConfigCache[Cfg], store: Persistence[Cfg] | None, why_not_tune: str | None
+    call: Call, sought: Sought[Cfg], cache: ConfigCache[Cfg], keeper: Keeper[Cfg] | None, why_not_tune: str | None
 ) -> Explanation[Cfg]:
     """Return an account of all tiers; nothing is changed, and nobody is told."""
     found = cache.peek(call.key, call.checksum)
@@ -27,18 +28,18 @@ async def explain(
             TierSays.of("override", override, "the caller's own", "no override"),
             TierSays.of("overlay", overlaid(call.key), "an active overlay has the key", "no overlay has the key"),
             TierSays.of("memory", getattr(found, "cfg", None), "known", why_memory_declines(found)),
-            await _persistent(sought, store),
+            await _persistent(sought, keeper),
             _autotune(call, found, why_not_tune),
             _heuristics(call),
         ),
     )
 
 
-async def _persistent(sought: Sought[Cfg], store: Persistence[Cfg] | None) -> TierSays[Cfg]:
-    if store is None:
+async def _persistent(sought: Sought[Cfg], keeper: Keeper[Cfg] | None) -> TierSays[Cfg]:
+    if keeper is None:
         return TierSays("persistent", None, "there is no store", answers=False)
     try:
-        stored = await store.find(sought)
+        stored = await keeper.peek(sought)
         cfg = None if stored is None else stored.cfg
         return TierSays.of("persistent", cfg, "stored", "store missed")
     except Exception as error:  # a store's failure makes its tier decline

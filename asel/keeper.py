@@ -46,6 +46,12 @@ class Keeper(Generic[Cfg]):
         self._health = Health(events)
         self._unsaved: dict[tuple[CacheKey, str], _Unsaved[Cfg]] = {}
         self._news = anyio.Event()
+        # True iff a task of the chain's sees to what could not be stored.
+        self._served = False
+
+    @property
+    def has_claims(self) -> bool:
+        return self._place.has_claims
 
     @property
     def unsaved(self) -> int:
@@ -76,6 +82,15 @@ class Keeper(Generic[Cfg]):
         self._tell_saver()
         return stored
 
+    async def peek(self, sought: Sought[Cfg]) -> Stored[Cfg] | None:
+        """Return what the store has, within `timeout_s`, and tell nobody.
+
+        Raises:
+            Exception: what the store failed with.
+        """
+        with anyio.fail_after(self.timeout_s):
+            return await self._place.find(sought)
+
     async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
         """Return what earlier tunes of a key found; nothing where the store does not say in time."""
         if self._health.why_not("get") is None:
@@ -90,17 +105,20 @@ class Keeper(Generic[Cfg]):
         return []
 
     @asynccontextmanager
-    async def claim(self, sought: Sought[Cfg], wait_s: float, on_wait: Callable[[], object]) -> AsyncIterator[Claim]:
+    async def claim(
+        self, sought: Sought[Cfg], wait_s: float, on_wait: Callable[[], object], *, anew: bool = False
+    ) -> AsyncIterator[Claim]:
         """Hold the right to tune, as far as it can be had; where the store fails, everybody tunes.
 
-        `on_wait` is called where another process holds it and `wait_s` allows to wait.
+        `on_wait` is called where another process holds it and `wait_s` allows to wait. With `anew`, a
+        record that is there does not end the wait.
         """
         claim, start, stack = Claim(), self._events.now(), AsyncExitStack()
         # Outermost, so that it ends whatever the store's own block does to come and to go.
         bound = stack.enter_context(anyio.CancelScope(deadline=anyio.current_time() + self.timeout_s))
         if self._place.has_claims and self._health.why_not("claim") is None:
             try:
-                found = await self._claimed(stack, bound, sought, wait_s, on_wait)
+                found = await self._claimed(stack, bound, sought, wait_s, on_wait, anew)
                 bound.deadline = math.inf
                 await anyio.lowlevel.checkpoint_if_cancelled()  # a shielded store does not notice that it is late
                 claim = found
@@ -136,15 +154,22 @@ class Keeper(Generic[Cfg]):
         sought: Sought[Cfg],
         wait_s: float,
         on_wait: Callable[[], object],
+        anew: bool,
     ) -> Claim:
         async with AsyncExitStack() as first:
-            claim = await first.enter_async_context(self._place.claim(sought, 0.0))
-            if claim.held or claim.record is not None or wait_s <= 0:
+            claim = await first.enter_async_context(self._place.claim(sought, 0.0, anew))
+            if claim.held or wait_s <= 0:
                 stack.push_async_exit(first.pop_all())
                 return claim
         on_wait()
         bound.deadline = anyio.current_time() + wait_s + self.timeout_s
-        return await stack.enter_async_context(self._place.claim(sought, wait_s))
+        async with AsyncExitStack() as second:
+            claim = await second.enter_async_context(self._place.claim(sought, wait_s, anew))
+            if claim.held or claim.record is None or self.found_by(claim, sought) is not None:
+                stack.push_async_exit(second.pop_all())
+                return claim
+        # The record that ended the wait is none we can read: whoever replaces it is waited for.
+        return await stack.enter_async_context(self._place.claim(sought, wait_s, True))
 
     def found_by(self, claim: Claim, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         """Return what another process stored before the claim was ours, or while we waited for it."""
@@ -244,14 +269,26 @@ class Keeper(Generic[Cfg]):
     async def serve(self) -> None:
         """Store what could not be stored before, for as long as the chain is open."""
         async with self._place.told(self._tell_rejected):
-            while True:
-                self._news = anyio.Event()
-                if self._unsaved:
-                    with anyio.move_on_after(max(self._health.rest_left_s(), 0.01)):
-                        await self._news.wait()
-                    await self.flush()
-                else:
+            self._served = True
+            try:
+                await self._serve()
+            finally:
+                self._served = False
+
+    async def _serve(self) -> None:
+        while True:
+            self._news = anyio.Event()
+            if self._unsaved:
+                with anyio.move_on_after(max(self._health.rest_left_s(), 0.01)):
                     await self._news.wait()
+                await self.flush()
+            else:
+                await self._news.wait()
+
+    async def catch_up(self) -> None:
+        """Store what is waiting, after something else could be, where nobody else sees to it."""
+        if not self._served:
+            await self.flush()
 
     async def flush(self, until: float = math.inf) -> None:
         """Try to store what is waiting, until the store fails again; others' results are adopted into memory."""

@@ -84,6 +84,8 @@ async def prune(
     if predicate is None and older_than is None and not_environment is None:
         raise InvalidRequestError("prune: say what to delete: a predicate, older_than= or not_environment=")
     age_s = older_than.total_seconds() if isinstance(older_than, datetime.timedelta) else older_than
+    if age_s is not None and not age_s >= 0:
+        raise InvalidRequestError(f"prune: older_than={older_than!r} must be an age, zero or more")
     now = time.time()
 
     def is_condemned(record: Record) -> bool:

@@ -49,6 +49,8 @@ class Stored(Generic[Cfg]):
     adopted: bool = False
     conflict: Conflict | None = None
     record: Record | None = None
+    foreign: bool = False
+    """It was measured with other software than there is here."""
 
 
 class Persistence(Protocol[Cfg]):
@@ -63,8 +65,8 @@ class Persistence(Protocol[Cfg]):
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
         """Keep a tune's result and return what is kept: another's, where that was first."""
 
-    def claim(self, sought: Sought[Cfg], wait_s: float) -> AbstractAsyncContextManager[Claim]:
-        """Hold the right to tune, among all processes that share the place."""
+    def claim(self, sought: Sought[Cfg], wait_s: float, anew: bool) -> AbstractAsyncContextManager[Claim]:
+        """Hold the right to tune, among all processes that share the place; `anew`, whatever is kept there."""
 
     def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         """Return what a record that came with a claim says; None where it cannot be used."""
@@ -94,7 +96,7 @@ class _LoadSave(Generic[Cfg]):
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
         return _checked(await self._place.save(report, replace=replace))
 
-    def claim(self, sought: Sought[Cfg], wait_s: float) -> AbstractAsyncContextManager[Claim]:
+    def claim(self, sought: Sought[Cfg], wait_s: float, anew: bool) -> AbstractAsyncContextManager[Claim]:
         return nullcontext(Claim(held=True))
 
     def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:

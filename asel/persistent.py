@@ -140,9 +140,10 @@ class PersistentCache(Generic[Cfg]):
             others = [record async for record in store.records(sought.key) if record != exact]
             put = [record for record in others if not record.checksum and not record.environment]
             elsewhere = [record for record in others if record.checksum == sought.checksum and not sought.exact]
-            for candidates in (put, elsewhere):
-                if (stored := self._best(candidates, sought.among)) is not None:
-                    return stored
+            if (stored := self._best(put, sought.among)) is not None:
+                return stored
+            if (stored := self._best(elsewhere, sought.among)) is not None:
+                return replace(stored, foreign=True)
         return None
 
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
@@ -166,9 +167,9 @@ class PersistentCache(Generic[Cfg]):
             return Stored(report.winner, report, record=record)
         return self._adopted(stored, record)
 
-    def claim(self, sought: Sought[Cfg], wait_s: float) -> AbstractAsyncContextManager[Claim]:
+    def claim(self, sought: Sought[Cfg], wait_s: float, anew: bool) -> AbstractAsyncContextManager[Claim]:
         address = Address(sought.key, sought.checksum, environment_digest(sought.environment))
-        return self.store.claim(address, wait_s=wait_s)
+        return self.store.claim(address, wait_s=wait_s, anew=anew)
 
     def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         return self._stored(record, sought.among)

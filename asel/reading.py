@@ -23,7 +23,7 @@ __all__ = ["Reading"]
 REREAD_AFTER_S = 5.0
 _REMEMBERED = 65_536
 
-Address = tuple[CacheKey, str, bool]
+Question = tuple[CacheKey, str, bool]
 
 
 class Reading(Generic[Cfg]):
@@ -33,17 +33,12 @@ class Reading(Generic[Cfg]):
         self._cache = cache
         self._keeper = keeper
         self._events = events
-        self._in_flight: dict[Address, Shared[Stored[Cfg] | None]] = {}
+        self._in_flight: dict[Question, Shared[Stored[Cfg] | None]] = {}
         self._missed: Memo[float] = Memo(_REMEMBERED)
         self._scopes: set[anyio.CancelScope] = set()
-        self._closed = False
-
-    def open(self) -> None:
-        self._closed = False
 
     def close(self) -> None:
         """Cut every read short: whoever waits for one gets SelectorClosedError."""
-        self._closed = True
         for scope in self._scopes:
             scope.cancel()
 
@@ -54,40 +49,48 @@ class Reading(Generic[Cfg]):
             StoreError: the store failed; an event has told of it.
             SelectorClosedError: the chain closed before the store answered.
         """
-        address = (sought.key, sought.checksum, sought.exact)
-        missed = self._missed.get(address)
-        if missed is not None and 0 <= self._events.now() - missed < REREAD_AFTER_S:
+        question = _question(sought)
+        if self.has_just_missed(sought):
             return None
-        read = self._in_flight.get(address)
+        read = self._in_flight.get(question)
         if read is None:
-            read = self._in_flight[address] = Shared()
-        return await read.carry(partial(self._read, sought, address, read), partial(self._forget, address))
+            read = self._in_flight[question] = Shared()
+        return await read.carry(partial(self._read, sought, question, read), partial(self._forget, question))
 
-    async def _read(self, sought: Sought[Cfg], address: Address, read: Shared[Stored[Cfg] | None]) -> None:
+    def has_just_missed(self, sought: Sought[Cfg]) -> bool:
+        """Tell whether the store was asked a moment ago, and had nothing."""
+        missed = self._missed.get(_question(sought))
+        return missed is not None and 0 <= self._events.now() - missed < REREAD_AFTER_S
+
+    async def _read(self, sought: Sought[Cfg], question: Question, read: Shared[Stored[Cfg] | None]) -> None:
         scope = anyio.CancelScope()
         self._scopes.add(scope)
         try:
             with scope:
                 stored = await self._keeper.find(sought)
-                self._forget(address)
-                read.succeed(self._remembered(sought, address, stored))
+                self._forget(question)
+                read.succeed(self._remembered(sought, question, stored))
                 return
         except StoreError as error:
-            self._forget(address)
+            self._forget(question)
             read.fail(error)
             return
         finally:
             self._scopes.discard(scope)
-        self._forget(address)
+        self._forget(question)
         read.fail(SelectorClosedError(f"the chain was closed while {sought.key.op_id!r} was read from the store"))
 
-    def _remembered(self, sought: Sought[Cfg], address: Address, stored: Stored[Cfg] | None) -> Stored[Cfg] | None:
+    def _remembered(self, sought: Sought[Cfg], question: Question, stored: Stored[Cfg] | None) -> Stored[Cfg] | None:
         if stored is None:
-            self._missed.put(address, self._events.now())
+            self._missed.put(question, self._events.now())
             return None
-        self._missed.forget(address)
-        done = self._cache.remember(sought.key, sought.checksum, stored.cfg, stored.report)
+        self._missed.forget(question)
+        done = self._cache.remember(sought.key, sought.checksum, stored.cfg, stored.report, foreign=stored.foreign)
         return Stored(done.cfg, done.provenance.report)
 
-    def _forget(self, address: Address) -> None:
-        self._in_flight.pop(address, None)
+    def _forget(self, question: Question) -> None:
+        self._in_flight.pop(question, None)
+
+
+def _question(sought: Sought[Cfg]) -> Question:
+    return sought.key, sought.checksum, sought.exact

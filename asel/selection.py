@@ -243,6 +243,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _memory(self, call: Call) -> Selection[Cfg] | None:
         generation = self.cache.generation  # read first: a change after it closes the lane again
         found = self.cache.lookup(call.key, call.checksum)
+        if isinstance(found, Hit) and found.provenance.foreign and call.policy.match_environment == "exact":
+            return call.decline("memory", "memory has what was measured with other software")
         if isinstance(found, Hit):
             if not any_scope_here():
                 call.known.lane = (generation, call.policy, found.cfg)
@@ -270,6 +272,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 return call.answer("persistent", stored.cfg, stored.report)
         except StoreError as error:
             return call.decline("persistent", f"store failed: {error}")
+        self._read_later(call)
         return call.decline("persistent", f"no answer within wait_s={call.policy.wait_s:g}")
 
     async def _autotune(self, call: Call) -> Selection[Cfg] | None:
@@ -387,7 +390,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _begin(self, call: Call, *, background: bool = False, on_purpose: bool = False) -> tuple[Tune[Cfg], bool]:
         make_job = partial(self._job, call, on_purpose)
         return self._tuning.begin(
-            call.key, call.checksum, make_job, call.policy, background=background, on_purpose=on_purpose
+            self._sought(call), make_job, call.policy, background=background, on_purpose=on_purpose
         )
 
     def _sought(self, call: Call) -> Sought[Cfg]:
@@ -433,12 +436,22 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _queue(self, call: Call) -> str:
         """Have the loop tune this key, and say so; or say why not."""
         if (why := self._why_not_tune(call)) is not None:
+            self._read_later(call)
             return self._flag_if_late(call, why)
         if isinstance(self.cache.peek(call.key, call.checksum), Pending):
             return "a tune is pending, and this call cannot wait"
         if not self._backlog.add(call):
             return "this call cannot wait, and background tuning needs the chain's `async with`"
         return "queued for the background, since this call cannot wait"
+
+    def _read_later(self, call: Call) -> None:
+        """Have the loop read the store for the next call, where this one could not wait for it."""
+        if (
+            self._reading is not None
+            and not call.known.traced
+            and not self._reading.has_just_missed(self._sought(call))
+        ):
+            self._backlog.add(call)
 
     async def _catch_up(self, call: Call) -> None:
         """Do for a queued call what the persistent and autotune tiers would have done."""
@@ -459,7 +472,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     async def explain(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Explanation[Cfg]:
         """Tell what every tier would say to this call, changing nothing and emitting nothing."""
         call = self._call(inv, kernel)
-        return await explain(call, self._sought(call), self.cache, self._store, self._why_not_tune(call))
+        return await explain(call, self._sought(call), self.cache, self._keeper, self._why_not_tune(call))
 
     async def retune(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Measure again, on purpose, and replace what is known; until then the old config answers.
@@ -534,8 +547,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tuning.open(self._tasks)
-        if self._reading is not None:
-            self._reading.open()
         assert self._loop is not None
         self._backlog.open(self._loop)
         self._cut_short = 0

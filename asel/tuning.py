@@ -18,7 +18,6 @@ from anyio.abc import TaskGroup
 
 from asel.adapters import Tunes
 from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
-from asel.devices import environment
 from asel.errors import SelectorClosedError, TuningError
 from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut
 from asel.jobs import TuneJob, timings_in
@@ -44,12 +43,17 @@ _REMEMBERED = 65_536
 CLAIM_GRACE_S = 5.0
 
 
+class TunedElsewhere(TuningError):
+    """Another process is at it, and whoever would have to wait for it here does not want to."""
+
+
 class Tune(Shared[Done[Cfg]]):
     """One tune in flight."""
 
     def __init__(
         self,
         job: TuneJob[Cfg],
+        sought: Sought[Cfg],
         policy: AutotunePolicy,
         started: float,
         chain: object,
@@ -66,16 +70,11 @@ class Tune(Shared[Done[Cfg]]):
         # True iff another process is tuning the key, and this one waits for its record.
         self.elsewhere = False
         self.job = job
+        self.sought = sought
         self.policy = policy
         self.owned = owned
         self.on_purpose = on_purpose
         self.started = started
-
-
-def sought_by(job: TuneJob[Cfg], policy: AutotunePolicy) -> Sought[Cfg]:
-    """Return what a store is asked for before a job is done."""
-    exact = policy.match_environment == "exact"
-    return Sought(job.key, job.checksum, environment(job.device), exact, job.candidates)
 
 
 class Tuning(Generic[Cfg]):
@@ -110,8 +109,7 @@ class Tuning(Generic[Cfg]):
 
     def begin(
         self,
-        key: CacheKey,
-        checksum: str,
+        sought: Sought[Cfg],
         make_job: Callable[[], TuneJob[Cfg]],
         policy: AutotunePolicy,
         *,
@@ -123,6 +121,7 @@ class Tuning(Generic[Cfg]):
         def make() -> Tune[Cfg]:
             return Tune(
                 make_job(),
+                sought,
                 policy,
                 self._events.now(),
                 self,
@@ -131,13 +130,13 @@ class Tuning(Generic[Cfg]):
                 background=background,
             )
 
-        pending, begun = self._cache.begin(key, checksum, make)
+        pending, begun = self._cache.begin(sought.key, sought.checksum, make)
         tune: Tune[Cfg] = pending  # type: ignore[assignment]
         tune.on_purpose |= on_purpose
         if begun:
             self._running[tune] = None
             if self._tasks is not None:
-                self._tasks.start_soon(self._run, tune, name=f"asel tune of {key.op_id}")
+                self._tasks.start_soon(self._run, tune, name=f"asel tune of {sought.key.op_id}")
             if self._keeper is None:
                 self._tell_start(tune)
         return tune, begun
@@ -192,6 +191,9 @@ class Tuning(Generic[Cfg]):
         try:
             with without_overlays():
                 done = await (self._find(tune) if self._keeper is None else self._find_for_all(tune, self._keeper))
+        except TunedElsewhere as error:
+            self._break_off(tune, "TunedElsewhere", str(error))
+            tune.fail(error)
         except Exception as error:
             self._fail(tune, error)
         except BaseException:
@@ -210,13 +212,16 @@ class Tuning(Generic[Cfg]):
 
     async def _find_for_all(self, tune: Tune[Cfg], keeper: Keeper[Cfg]) -> Done[Cfg]:
         """Tune on behalf of every process that shares the store, or take what another of them found."""
-        job, policy = tune.job, tune.policy
-        sought = sought_by(job, policy)
+        job, policy, sought = tune.job, tune.policy, tune.sought
         wait_s = policy.tune_budget_s + CLAIM_GRACE_S if policy.wait_s is None else policy.wait_s
-        async with keeper.claim(sought, wait_s, partial(self._wait_elsewhere, tune)) as claim:
+        leaves = policy.on_pending == "heuristics" and not tune.owned
+        wait = partial(self._wait_elsewhere, tune)
+        async with keeper.claim(sought, 0.0 if leaves else wait_s, wait, anew=tune.on_purpose) as claim:
             if not tune.on_purpose:
                 if (stored := keeper.found_by(claim, sought)) is not None:
                     return Done(stored.cfg, Match(), Provenance("persistent", stored.report))
+                if leaves and not claim.held and keeper.has_claims:
+                    raise TunedElsewhere(f"another process is tuning {job.key.op_id!r}", key=job.key)
                 known = timings_in(await keeper.reports(sought), job.candidates, job.objective, sought.environment)
                 job.known = {**known, **job.known}
             tune.elsewhere = False
@@ -234,6 +239,8 @@ class Tuning(Generic[Cfg]):
         assert report is not None
         tune.saving = anyio.CancelScope()
         stored = await keeper.keep(report, replace=tune.on_purpose, claim=claim, scope=tune.saving)
+        if stored is not None:
+            await keeper.catch_up()
         if stored is None or not stored.adopted:
             return done
         return Done(stored.cfg, Match(), Provenance("autotune", report))

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import anyio
 import pytest
 from kernels import BEST, COSTS, GUESS, TUNE_S, Bench, Blocks, Toy, call
 
-from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, InvalidRequestError, SelectorClosedError
+from asel import (
+    AutotunePolicy,
+    ConfigCache,
+    ConfigSelectorChain,
+    InvalidRequestError,
+    SelectorClosedError,
+    policy_override,
+)
 from asel.persistence import Stored
 from asel.stores.protocol import Claim
 
@@ -50,7 +58,7 @@ class Place:
         return self.kept[report.key, report.checksum]
 
     @asynccontextmanager
-    async def claim(self, sought, wait_s):
+    async def claim(self, sought, wait_s, anew):
         await self._answer("claim")
         if self.claimed_elsewhere is None:
             self.held += 1
@@ -61,7 +69,7 @@ class Place:
             return
         with anyio.move_on_after(wait_s):
             await self.claimed_elsewhere.wait()
-            stored = await self.find(sought)
+            stored = None if anew else await self.find(sought)
             yield Claim(held=stored is None, record=stored)
             return
         yield Claim()
@@ -456,7 +464,7 @@ async def test_a_claim_that_cannot_be_given_back_harms_nobody():
 
     class Sticky(Place):
         @asynccontextmanager
-        async def claim(self, sought, wait_s):
+        async def claim(self, sought, wait_s, anew):
             yield Claim(held=True)
             raise OSError("it sticks")
 
@@ -534,7 +542,7 @@ def test_asyncios_own_cancellation_while_storing_costs_neither_the_result_nor_th
         place.hung = set()
         assert chain._keeper.unsaved == 2
         await chain.choose(call(3), Toy())
-        assert len(place.kept) == 1
+        assert len(place.kept) == 3
 
     asyncio.run(scene())
 
@@ -545,7 +553,7 @@ async def test_a_claim_that_hangs_costs_its_bound_once(when):
 
     class Hanging(Place):
         @asynccontextmanager
-        async def claim(self, sought, wait_s):
+        async def claim(self, sought, wait_s, anew):
             if when == "coming":
                 await anyio.sleep_forever()
             if when.startswith("shielded"):
@@ -570,7 +578,7 @@ async def test_nonsense_that_comes_with_a_claim_is_the_stores_failure():
 
     class Odd(Place):
         @asynccontextmanager
-        async def claim(self, sought, wait_s):
+        async def claim(self, sought, wait_s, anew):
             yield Claim(held=True, record="nonsense")
 
         def read(self, record, sought):
@@ -580,3 +588,107 @@ async def test_nonsense_that_comes_with_a_claim_is_the_stores_failure():
     async with bench.chain as chain:
         assert await chain.choose(call(), Toy()) == BEST
     assert [event.operation for event in bench.sink.named("store_error")] == ["claim"]
+
+
+# What an adversary found.
+
+
+@pytest.mark.parametrize("allow", [{"allow_autotune": False}, {"cache_miss_fallback": "heuristics"}, {}])
+async def test_a_call_that_cannot_wait_has_the_store_read_for_the_next(allow):
+    """Also where nothing may be tuned: the record is there."""
+    place = Place()
+    async with bench_over(place).chain as chain:
+        await chain.choose(call(), Toy())
+    bench = bench_over(place, allow=allow)
+    async with bench.chain as chain:
+        if not allow:
+            chain.freeze()
+        assert chain.choose_nowait(call(), Toy()) == GUESS
+        await chain.settled()
+        assert chain.choose_nowait(call(), Toy()) == BEST
+    assert bench.tunes == 0
+
+
+async def test_a_caller_that_waits_for_nothing_still_gets_what_is_stored_in_the_end():
+    """wait_s is short for a store, too; what it says late is there for the next call."""
+    place = Place()
+    async with bench_over(place).chain as chain:
+        await chain.choose(call(), Toy())
+    bench = bench_over(place, allow={"wait_s": 0.0, "allow_autotune": False})
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        await chain.settled()
+        assert await chain.choose(call(), Toy()) == BEST
+
+
+async def test_without_async_with_heuristics_meanwhile_hold_as_well():
+    """Nobody waits for another process who does not want to; and nothing keeps the next call from trying."""
+    place = Place()
+    place.claimed_elsewhere = anyio.Event()
+    bench = bench_over(place, allow={"on_pending": "heuristics"})
+    start = anyio.current_time()
+    assert (await bench.chain.select(call(), Toy())).tier == "heuristics"
+    assert anyio.current_time() == start
+    place.claimed_elsewhere = None
+    assert (await bench.chain.select(call(), Toy())).tier == "autotune"
+
+
+async def test_without_async_with_what_could_not_be_stored_goes_with_the_next_that_can():
+    """Nobody is there to try again, so whoever succeeds takes the rest along."""
+    place = Place()
+    place.broken = {"put"}
+    bench = bench_over(place)
+    for size in (1, 2):
+        await bench.chain.choose(call(size), Toy())
+    place.broken = set()
+    await anyio.sleep(60)
+    await bench.chain.choose(call(3), Toy())
+    assert len(place.kept) == 3
+
+
+async def test_exact_is_exact_in_memory_as_well():
+    """What another policy loaded from another environment is no answer to it."""
+    place = Place()
+    async with bench_over(place).chain as chain:
+        await chain.choose(call(), Toy())
+    [(address, stored)] = place.kept.items()
+    place.kept[address] = replace(stored, cfg=Blocks(2), foreign=True)
+    bench = bench_over(place)
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == Blocks(2)
+        place.kept[address] = stored
+        with policy_override(chain, match_environment="exact"):
+            selection = await chain.select(call(), Toy())
+        assert (selection.cfg, selection.tier) == (BEST, "persistent")
+        assert (await chain.select(call(), Toy())).cfg == BEST
+
+
+async def test_a_retune_waits_for_another_process_whatever_is_stored():
+    """The record that is there is about to be replaced, so it does not end the wait."""
+    place = Place()
+    async with bench_over(place).chain as chain:
+        await chain.choose(call(), Toy())
+        place.claimed_elsewhere = anyio.Event()
+        start = anyio.current_time()
+
+        async def finish():
+            await anyio.sleep(5)
+            place.claimed_elsewhere.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(finish)
+            await chain.retune(call(), Toy())
+        assert anyio.current_time() - start == pytest.approx(5 + TUNE_S)
+
+
+async def test_explaining_does_not_wait_longer_than_the_store_may_take():
+    """It tells of a store that hangs, in time."""
+    place = Place()
+    place.hung = {"get"}
+    bench = bench_over(place, store_timeout_s=3.0)
+    async with bench.chain as chain:
+        start = anyio.current_time()
+        said = str(await chain.explain(call(), Toy()))
+        assert anyio.current_time() - start == pytest.approx(3.0)
+    assert "store failed: TimeoutError" in said
+    assert not bench.sink.named("store_error")

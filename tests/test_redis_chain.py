@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from kernels import BEST, COSTS, Bench, Blocks, Toy, call
+from kernels import BEST, COSTS, Bench, Blocks, Toy, call, scripted
 from redis_server import RedisServer, black_hole, free_port
 
-from asel import PersistentCache
+from asel import ConfigSelectorChain, PersistentCache
+from asel.testing import CapturedTelemetry
 
 QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
 
@@ -145,3 +146,49 @@ def test_moving_caches_works_in_redis_as_in_files(server, tmp_path):
         assert (await here.import_(await there.export())).imported == 1
 
     anyio.run(scene)
+
+
+def test_two_that_tuned_during_a_partition_end_with_one_config(server, real_backend):
+    """Each had its own favourite; what was stored first is everyone's when Redis is back."""
+
+    async def scene():
+        url = server.url("timeout_s=0.3")
+        server.kill()
+        benches = []
+        for favourite in (2, 3):
+            costs = {cfg: 0.0001 if cfg.m == favourite else 0.001 for cfg in COSTS}
+            benches.append(Bench(persistent=PersistentCache("toy", url, cfg_type=Blocks), costs=costs))
+        one, other = benches
+        async with one.chain, other.chain:
+            found = [await bench.chain.choose(call(), Toy()) for bench in benches]
+            assert found == [Blocks(2), Blocks(3)]
+            async with one.chain.events() as first, other.chain.events() as second:
+                server.start()
+                with anyio.fail_after(15):
+                    for stream in (first, second):
+                        while (await stream.receive()).name != "persisted":
+                            pass
+            agreed = {await bench.chain.choose(call(), Toy()) for bench in benches}
+            assert len(agreed) == 1
+            async with bench_over(server.url()).chain as chain:
+                assert {await chain.choose(call(), Toy())} == agreed
+
+    anyio.run(scene, backend=real_backend)
+
+
+def test_no_secret_reaches_a_span(real_backend):
+    """Whatever goes wrong is told with where it was, and not with how one gets in."""
+    captured = CapturedTelemetry()
+
+    async def scene():
+        url = f"redis://user:s3cret@127.0.0.1:{free_port()}/0?timeout_s=0.3"
+        persistent = PersistentCache("toy", url, cfg_type=Blocks)
+        tuner, _ = scripted(QUICK)
+        async with ConfigSelectorChain(None, tuner=tuner, persistent=persistent, sinks=captured.sinks) as chain:
+            with captured.tracer.start_as_current_span("request"):
+                await chain.choose(call(), Toy())
+
+    anyio.run(scene, backend=real_backend)
+    told = "".join(span.to_json() for span in captured.spans)
+    assert "asel.store.get" in told
+    assert "s3cret" not in told

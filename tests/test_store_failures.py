@@ -227,3 +227,32 @@ def test_a_slow_disk_holds_up_one_put_and_nobodys_answer(place, monkeypatch, rea
         assert await records_in(place / "cache") == 1
 
     anyio.run(scene, backend=real_backend)
+
+
+def test_somebodys_private_file_costs_itself_alone(place, unprivileged):
+    """A file without read permission in a cache for all is a miss, and stays where it is."""
+    os.seteuid(0)
+    path = place / "cache"
+    anyio.run(lambda: _store(path, 1, 2))
+    for directory in (path, *path.rglob("*")):
+        directory.chmod(0o777)
+    private = sorted(path.glob("??/*.json"))[0]
+    private.chmod(0o000)
+    os.seteuid(65534)
+
+    async def scene():
+        bench = bench_over(path)
+        async with bench.chain:
+            tiers = [await tier_of(bench, size) for size in (1, 2)]
+        assert sorted(tiers) == ["autotune", "persistent"]
+        assert errors(bench) in ([], ["put"])
+        assert "Permission denied" in bench.sink.named("record_rejected")[0].reason
+
+    anyio.run(scene)
+    assert private.exists()
+
+
+async def _store(path, *sizes) -> None:
+    async with bench_over(path).chain as chain:
+        for size in sizes:
+            await chain.choose(call(size), Toy())

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -478,3 +480,103 @@ def test_a_store_that_is_only_read_is_never_written(directory, tmp_path):
     run(scene)
     assert len(rejected) == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_document_behind_a_link_is_read(tmp_path):
+    """As config maps and package managers lay them out."""
+    real = DocumentStore(tmp_path / "real.json")
+    run(real.put, record())
+    (tmp_path / "link.json").symlink_to(real.path)
+    assert run(DocumentStore(tmp_path / "link.json").get, record().address) == record()
+
+
+def test_a_shipped_directory_may_be_made_of_links(directory, tmp_path):
+    """It is only read, so it does not matter where they lead."""
+    run(directory.put, record())
+    shipped = tmp_path / "shipped"
+    for path in directory.root.glob("??"):
+        (shipped).mkdir(exist_ok=True)
+        (shipped / path.name).symlink_to(path)
+    assert run(open_store(shipped, read_only=True).get, record().address) == record()
+
+
+def test_a_put_is_on_disk_before_it_is_acknowledged(directory, monkeypatch):
+    """The contents before their name, and then the name: what a power cut leaves is whole."""
+    steps, fsync, link = [], os.fsync, os.link
+
+    def synced(file):
+        steps.append("directory" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
+        fsync(file)
+
+    def linked(*args, **kwargs):
+        steps.append("link")
+        link(*args, **kwargs)
+
+    run(directory.put, record(checksum="the directories are there"))
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "link", linked)
+    run(directory.put, record())
+    assert steps == ["file", "link", "directory"]
+    del steps[:]
+    run(DirectoryStore(directory.root / "new" / "one").put, record())
+    assert steps[:3] == ["directory"] * 3  # two directories and a shard are made, each in its parent
+    assert steps[-3:] == ["file", "link", "directory"]
+
+
+def test_whoever_waits_for_a_claim_occupies_no_thread(make_store, real_backend):
+    """Neither of the shared pool nor of our own: a hundred of them poll, and rest in between."""
+
+    async def scene():
+        holder = make_store()
+        async with holder.claim(record().address), anyio.create_task_group() as tasks:
+
+            async def wait():
+                async with make_store().claim(record().address, wait_s=30):
+                    pass
+
+            for _ in range(100):
+                tasks.start_soon(wait)
+            least = 100
+            for _ in range(50):
+                await anyio.sleep(0.01)
+                ours = [thread for thread in threading.enumerate() if thread.name.startswith("asel: claiming")]
+                least = min(least, len(ours))
+                assert anyio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+            assert least < 20
+            tasks.cancel_scope.cancel()
+
+    run(scene, backend=real_backend)
+
+
+FORKED = """
+import os, sys, anyio
+sys.path.insert(0, {tests!r})
+from store_contract import record
+from asel.stores import DirectoryStore
+
+async def main():
+    async with DirectoryStore({root!r}).claim(record().address) as claim:
+        child = os.fork()
+        if child == 0:
+            os.read(0, 1)  # lives on until its input ends
+            os._exit(0)
+        print(claim.held, flush=True)
+        os.kill(os.getpid(), 9)
+
+anyio.run(main)
+"""
+
+
+def test_a_forked_child_does_not_keep_its_dead_parents_lock(directory, request):
+    """filelock lets go of inherited locks; a child that would not delays others by `wait_s`, like any stuck holder."""
+    script = FORKED.format(tests=str(request.path.parent), root=str(directory.root))
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"True\n"
+        holder.wait()
+
+        async def scene():
+            async with directory.claim(record().address, wait_s=10) as claim:
+                assert claim.held
+
+        run(scene)  # while the child lives
+        holder.stdin.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from asel.errors import StoreError
 from asel.keys import CacheKey
-from asel.stores.files import create, file_claim, in_thread, is_temporary, opened, overwrite, read, set_aside
+from asel.stores.files import alone_in, create, file_claim, in_thread, is_temporary, opened, overwrite, read, set_aside
 from asel.stores.protocol import Claim
 from asel.stores.records import Address, Record, RecordError, Rejected, key_digest, log_rejected
 
@@ -68,9 +68,9 @@ class DirectoryStore:
             f"what is no record stands in the way in {self.location} and cannot be set aside", location=self.location
         )
 
-    def claim(self, address: Address, *, wait_s: float = 0.0) -> AbstractAsyncContextManager[Claim]:
+    def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AbstractAsyncContextManager[Claim]:
         path = self.root / "claims" / f"{address.digest}.lock"
-        return file_claim(path, self.location, partial(self.get, address), wait_s)
+        return file_claim(path, self.location, partial(self.get, address), wait_s, anew)
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
         names = await in_thread(self.location, "listing", partial(self._names, key))
@@ -107,13 +107,20 @@ class DirectoryStore:
         return [record for record in found if record is not None]
 
     def _read_file(self, shard: str, name: str, key: CacheKey | None = None) -> Record | Rejected | None:
+        follow = self.read_only  # what is shipped may lie behind links, and is not written
         try:
-            with opened(self.root) as root, opened(shard, inside=root) as directory:
-                return Record.from_json(read(name, directory))
+            with opened(self.root) as root, opened(shard, inside=root, follow=follow) as directory:
+                return self._read_in(directory, shard, name, key, follow)
         except FileNotFoundError:
             return None
         except RecordError as error:
             return self._reject(shard, name, key, str(error))
+
+    def _read_in(self, directory: int, shard: str, name: str, key: CacheKey | None, follow: bool) -> Record | Rejected:
+        try:
+            return Record.from_json(read(name, directory, follow=follow))
+        except PermissionError as error:  # somebody's own file in a cache for all: it stays where it is
+            return Rejected(str(self.root / shard / name), str(error), key)
 
     def _reject(self, shard: str, name: str, key: CacheKey | None, reason: str) -> Rejected | None:
         where = f"{shard}/{name}"
@@ -151,22 +158,18 @@ class DirectoryStore:
             return
 
     def _delete(self, address: Address, expected: Record | None) -> bool:
-        """Compare and delete as one step: the file is moved away first, and put back if it is another."""
+        """Compare and delete as one step: nobody replaces the record in between."""
         shard, name = _place(address)
         try:
-            with opened(self.root) as root, opened(shard, inside=root) as directory:
-                if expected is not None and self._read(address) != expected:
+            with opened(self.root) as root, opened(shard, inside=root) as directory, alone_in(directory):
+                if expected is not None and not _holds(read(name, directory), expected):
                     return False
-                aside = f".tmp-deleted-{os.getpid()}-{time.monotonic_ns()}"
-                os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
-                if expected is not None and not _holds(contents := read(aside, directory), expected):
-                    create(name, contents, directory)  # replaced just now, by someone who knew better
-                    os.unlink(aside, dir_fd=directory)
-                    return False
-                os.unlink(aside, dir_fd=directory)
+                os.unlink(name, dir_fd=directory)
                 os.fsync(directory)
                 return True
         except FileNotFoundError:
+            return False
+        except RecordError:  # what is no file is not the expected one either
             return False
 
 

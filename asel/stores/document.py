@@ -7,7 +7,8 @@
 
 Sorted, one record a line, so that two versions of it differ where their records do. Every write takes
 the lock beside the file, reads what others have written, adds its own and replaces the file in one
-step; what this process puts at the same time is written together.
+step; what this process puts at the same time is written together. A document behind a link is read
+through it, and not written.
 """
 
 from __future__ import annotations
@@ -139,9 +140,9 @@ class DocumentStore:
         assert isinstance(change.result, Record)
         return change.result
 
-    def claim(self, address: Address, *, wait_s: float = 0.0) -> AbstractAsyncContextManager[Claim]:
+    def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AbstractAsyncContextManager[Claim]:
         path = self.path.with_name(f".{self.path.name}.claims") / f"{address.digest}.lock"
-        return file_claim(path, self.location, partial(self.get, address), wait_s)
+        return file_claim(path, self.location, partial(self.get, address), wait_s, anew)
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
         for address, record in list((await self._load()).items()):
@@ -203,7 +204,7 @@ class DocumentStore:
     def _parse(self, directory: int) -> _Seen:
         version = _version(self.path.name, directory)
         try:
-            document = json.loads(read(self.path.name, directory, _MOST_BYTES))
+            document = json.loads(read(self.path.name, directory, _MOST_BYTES, follow=True))
             return _Seen(version, *records_in(document, self.location))
         except RecordError as error:
             return _Seen(version, {}, [Rejected(self.location, str(error))])
@@ -211,6 +212,8 @@ class DocumentStore:
             return _Seen(version, {}, [Rejected(self.location, f"it is not JSON: {error}")])
 
     def _write(self, changes: list[_Change]) -> list[Rejected]:
+        if self.path.is_symlink():
+            raise StoreError(f"{self.path} is a link, and is only read", location=self.location)
         with opened(self.path.parent, make=True) as directory:
             path = self.path.with_name(f".{self.path.name}.lock")
             lock = filelock.UnixFileLock(path, thread_local=False, fallback_to_soft=False)
@@ -240,12 +243,12 @@ class DocumentStore:
 
     def _keep_a_copy(self, directory: int) -> None:
         """Set the document aside as it is, before what is bad in it is left out."""
-        contents = read(self.path.name, directory, _MOST_BYTES)
+        contents = read(self.path.name, directory, _MOST_BYTES, follow=True)
         numbers = itertools.count()
         while not create(f"{self.path.name}.bad-{next(numbers)}", contents, directory):
             pass
 
 
 def _version(name: str, directory: int) -> tuple[int, ...]:
-    facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    facts = os.stat(name, dir_fd=directory)
     return facts.st_ino, facts.st_mtime_ns, facts.st_size

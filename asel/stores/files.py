@@ -7,6 +7,7 @@ inside them, without following links: whatever is planted in a cache directory, 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -37,9 +38,12 @@ _PROMPT_S = 5.0
 
 
 @contextmanager
-def opened(path: str | Path, *, inside: int | None = None, make: bool = False) -> Iterator[int]:
-    """Hold a directory open. One inside another may not be a link; with `make` it is made if missing, for good."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | (0 if inside is None else os.O_NOFOLLOW)
+def opened(path: str | Path, *, inside: int | None = None, make: bool = False, follow: bool = False) -> Iterator[int]:
+    """Hold a directory open. One inside another may not be a link, unless `follow`.
+
+    With `make` it is made if missing, for good.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | (0 if inside is None or follow else os.O_NOFOLLOW)
     try:
         directory = os.open(path, flags, dir_fd=inside)
     except FileNotFoundError:
@@ -67,15 +71,16 @@ def _make_all(path: Path) -> None:
             os.fsync(directory)
 
 
-def read(name: str, directory: int, most: int = MOST_BYTES) -> bytes:
-    """Return a file's contents.
+def read(name: str, directory: int, most: int = MOST_BYTES, *, follow: bool = False) -> bytes:
+    """Return a file's contents; with `follow`, those that a link leads to.
 
     Raises:
         FileNotFoundError: there is none.
         RecordError: it is a link, a device, or larger than `most` bytes.
     """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        file = os.open(name, flags, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise RecordError("it is a link or a device, not a file") from error
@@ -116,29 +121,40 @@ def create(name: str, contents: bytes, directory: int) -> bool:
 
 
 def _rename_into_place(temporary: str, name: str, directory: int) -> bool:
-    """Where there are no links: look and rename, alone by a lock on the directory itself."""
-    import fcntl
-
-    fcntl.flock(directory, fcntl.LOCK_EX)  # held for a look and a rename
-    try:
+    """Where there are no links: look and rename, as one step."""
+    with alone_in(directory):
         with suppress(FileNotFoundError):
             os.stat(name, dir_fd=directory, follow_symlinks=False)
             return False
         os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
         return True
-    finally:
-        fcntl.flock(directory, fcntl.LOCK_UN)
 
 
 def overwrite(name: str, contents: bytes, directory: int) -> None:
     """Replace a file in one step: a reader finds the old contents or the new."""
     temporary = _written(contents, directory)
     try:
-        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        with alone_in(directory):
+            os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
         os.unlink(temporary, dir_fd=directory)
         raise
     os.fsync(directory)
+
+
+@contextmanager
+def alone_in(directory: int) -> Iterator[None]:
+    """Be the only one to replace, look before it renames, or compare before it deletes, for a moment.
+
+    Where a file system has no locks, two of them at once may do one after the other what neither meant.
+    """
+    with suppress(OSError):
+        fcntl.flock(directory, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(directory, fcntl.LOCK_UN)
 
 
 def _written(contents: bytes, directory: int) -> str:
@@ -209,7 +225,7 @@ class FileClaim:
 
 @asynccontextmanager
 async def file_claim(
-    path: Path, location: str, look: Callable[[], Awaitable[Record | None]], wait_s: float
+    path: Path, location: str, look: Callable[[], Awaitable[Record | None]], wait_s: float, anew: bool
 ) -> AsyncIterator[Claim]:
     """Hold a claim by a lock on a file; those who wait for it poll, and occupy no thread meanwhile."""
     delays = chain((0.01, 0.015, 0.02, 0.03, 0.05), repeat(0.1))
@@ -226,7 +242,7 @@ async def file_claim(
         with anyio.move_on_after(_PROMPT_S):
             await in_thread(location, "giving back a claim in", lock.give_back)
 
-    async with claiming(attempt, look, lambda: anyio.sleep(next(delays)), wait_s) as claim:
+    async with claiming(attempt, look, lambda: anyio.sleep(next(delays)), wait_s, anew) as claim:
         yield claim
 
 

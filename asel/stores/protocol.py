@@ -53,10 +53,11 @@ class Store(Protocol):
         Once it returns, the record survives a crash. With a `claim` that was lost meanwhile, nothing is replaced.
         """
 
-    def claim(self, address: Address, *, wait_s: float = 0.0) -> AbstractAsyncContextManager[Claim]:
+    def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AbstractAsyncContextManager[Claim]:
         """Hold the right to tune, exclusively, while the block runs.
 
-        Waits `wait_s` seconds at most, for the right or for a record. A holder that dies loses it.
+        Waits `wait_s` seconds at most, for the right or for a record; for the right alone with `anew`,
+        where the record that is there is going to be replaced. A holder that dies loses it.
         """
 
     def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
@@ -72,6 +73,7 @@ async def claiming(
     look: Callable[[], Awaitable[Record | None]],
     pause: Callable[[], Awaitable[object]],
     wait_s: float,
+    anew: bool = False,
 ) -> AsyncIterator[Claim]:
     """Hold a claim that is won by attempts.
 
@@ -83,12 +85,12 @@ async def claiming(
     try:
         with anyio.move_on_after(wait_s) if wait_s > 0 else nullcontext():
             while (release := await attempt()) is None and wait_s > 0:
-                if (record := await look()) is not None:
+                if not anew and (record := await look()) is not None:
                     claim.record = record
                     break
                 await pause()
         claim.held = release is not None
-        if claim.held:  # the holder before may have stored it just now
+        if claim.held and not anew:  # the holder before may have stored it just now
             claim.record = await look()
         yield claim
     finally:

@@ -131,10 +131,11 @@ class RedisStore:
             return bool(await link.run(DELETE, keys, tagged, address.digest, once=True))
 
     @asynccontextmanager
-    async def claim(self, address: Address, *, wait_s: float = 0.0) -> AsyncIterator[Claim]:
+    async def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AsyncIterator[Claim]:
         async with self._link() as link:
             lease = self._lease(link, self._names, address)
-            async with claiming(lease.attempt, partial(self._get, link, address), lease.pause, wait_s) as claim:
+            look = partial(self._get, link, address)
+            async with claiming(lease.attempt, look, lease.pause, wait_s, anew) as claim:
                 lease.hush()
                 if not claim.held:
                     yield claim
