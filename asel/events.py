@@ -271,6 +271,8 @@ class AutotuneFinish(Event):
     skipped: int
     margin: float | None = None
     """By how much of the incumbent's time the winner is faster."""
+    waiters: int = 0
+    """Who is about to get the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

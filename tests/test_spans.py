@@ -108,6 +108,7 @@ async def test_three_callers_share_a_tune_in_which_one_candidate_fails():
         "asel.candidate.skipped": 0,
         "asel.config": "Blocks(m=3, n=1)",
         "asel.margin": pytest.approx(2 / 3),
+        "asel.waiters": 3,
     }
     assert [waiter.children[0].attributes["asel.wait"] for waiter in waiters] == pytest.approx([3.3, 2.8])
     assert {waiter.children[0].attributes["asel.tune.id"] for waiter in waiters} == {tune.attributes["asel.tune.id"]}

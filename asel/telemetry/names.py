@@ -54,6 +54,7 @@ ATTRIBUTES = (
     "asel.tier",
     "asel.tune.id",
     "asel.wait",
+    "asel.waiters",
     "error.type",
 )
 

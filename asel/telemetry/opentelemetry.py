@@ -219,6 +219,7 @@ class _Making:
                     "asel.candidate.measured": event.measured,
                     "asel.candidate.failed": event.failed,
                     "asel.candidate.skipped": event.skipped,
+                    "asel.waiters": event.waiters,
                 }
             )
             if event.margin is not None:
