@@ -19,6 +19,7 @@ from asel.kernel import Invocation, Kernel, kernel
 from asel.keys import CacheKey
 from asel.measure import Measure
 from asel.outcomes import Failed, Measured, Skipped, TuneReport
+from asel.persistent import PersistentCache
 from asel.policy import AutotunePolicy, forward_autotune_only, policy_override
 from asel.registry import autotune_recorded, clear_invocations, get_invocations, record_invocation, warm_up
 from asel.selection import ConfigSelectorChain
@@ -43,6 +44,7 @@ __all__ = [
     "NoConfigError",
     "OpenTelemetrySink",
     "OutputCheck",
+    "PersistentCache",
     "Selection",
     "SelectorClosedError",
     "Sink",

@@ -265,6 +265,13 @@ class ConfigCache(Generic[Cfg]):
                 self._write(key, checksum, done)
             return done
 
+    def adopt(self, key: CacheKey, checksum: str, cfg: Cfg, report: TuneReport[Cfg] | None = None) -> None:
+        """Take another process's answer in the place of what a tune of ours found, if that still stands."""
+        with self._lock:
+            entry = self._table.get(key, {}).get(checksum)
+            if isinstance(entry, Done) and entry.provenance.source == "autotune":
+                self._write(key, checksum, Done(cfg, Match(), Provenance("persistent", report)))
+
     def begin(self, key: CacheKey, checksum: str, make: Callable[[], Shared[Any]]) -> tuple[Shared[Any], bool]:
         """Return the tune in flight for a key, and whether it was begun just now.
 

@@ -298,6 +298,8 @@ class Persisted(Event):
     tune_id: str
     cfg: Any
     adopted: bool
+    conflict: Literal["duplicated_key", "key_out_of_sync"] | None = None
+    """Who was first: this very process, or another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,6 +428,8 @@ class Closed(Event):
     severity: ClassVar[Severity] = "info"
     cancelled: int
     abandoned: tuple[str, ...]
+    unsaved: int = 0
+    """The results that never reached the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

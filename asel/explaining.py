@@ -8,14 +8,14 @@ from asel.answers import Explanation, TierSays
 from asel.cache import ConfigCache, Lookup, Miss, Pending, overlaid
 from asel.calls import Call
 from asel.kernel import Cfg
-from asel.persistent import Persistence
+from asel.persistence import Persistence, Sought
 from asel.tuning import inside_a_tune
 
 __all__ = ["explain", "why_memory_declines"]
 
 
 async def explain(
-    call: Call, cache: ConfigCache[Cfg], store: Persistence[Cfg] | None, why_not_tune: str | None
+    call: Call, sought: Sought[Cfg], cache: ConfigCache[Cfg], store: Persistence[Cfg] | None, why_not_tune: str | None
 ) -> Explanation[Cfg]:
     """Return an account of all tiers; nothing is changed, and nobody is told."""
     found = cache.peek(call.key, call.checksum)
@@ -27,18 +27,18 @@ async def explain(
             TierSays.of("override", override, "the caller's own", "no override"),
             TierSays.of("overlay", overlaid(call.key), "an active overlay has the key", "no overlay has the key"),
             TierSays.of("memory", getattr(found, "cfg", None), "known", why_memory_declines(found)),
-            await _persistent(call, store),
+            await _persistent(sought, store),
             _autotune(call, found, why_not_tune),
             _heuristics(call),
         ),
     )
 
 
-async def _persistent(call: Call, store: Persistence[Cfg] | None) -> TierSays[Cfg]:
+async def _persistent(sought: Sought[Cfg], store: Persistence[Cfg] | None) -> TierSays[Cfg]:
     if store is None:
         return TierSays("persistent", None, "there is no store", answers=False)
     try:
-        stored = await store.load(call.key, call.checksum)
+        stored = await store.find(sought)
         cfg = None if stored is None else stored.cfg
         return TierSays.of("persistent", cfg, "stored", "store missed")
     except Exception as error:  # a store's failure makes its tier decline

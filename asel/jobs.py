@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -14,13 +14,13 @@ from asel.devices import Settings, environment
 from asel.errors import InvalidRequestError, TuningError
 from asel.events import CandidateFailed, CandidateMeasured, CandidateSkipped, Event, Interval
 from asel.kernel import Cfg
-from asel.keys import CacheKey, Objective
+from asel.keys import CacheKey, Objective, config_form
 from asel.measure import How, Sampler, Trial
 from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport
 from asel.strategies import Board
 from asel.threads import Busy
 
-__all__ = ["Runner", "TuneJob", "groups_of", "report_on", "sentence"]
+__all__ = ["Runner", "TuneJob", "groups_of", "report_on", "sentence", "timings_in"]
 
 _NO_KEY = CacheKey("", "", "")
 _BEST_TO_WORST: tuple[How, ...] = ("forward+backward", "forward", "eager")
@@ -175,6 +175,18 @@ def groups_of(job: TuneJob[Any]) -> list[list[int]]:
     if job.incumbent is not None:
         groups[0].insert(0, job.incumbent)
     return groups
+
+
+def timings_in(
+    reports: Iterable[TuneReport[Cfg]], candidates: Sequence[Cfg], objective: Objective, software: Mapping[str, str]
+) -> dict[int, Measured[Cfg]]:
+    """Return what earlier tunes with the same software and objective measured of these candidates."""
+    found: dict[Any, Measured[Cfg]] = {}
+    for report in reports:
+        if report.environment == software and report.objective == objective:
+            found.update({config_form(o.cfg): o for o in report.outcomes if isinstance(o, Measured)})
+    forms = map(config_form, candidates) if found else ()
+    return {i: found[form] for i, form in enumerate(forms) if form in found}
 
 
 def sentence(failed: Failed[Any]) -> str:

@@ -1,17 +1,17 @@
-"""Two things anyio does not offer: the running loop's clock as a value, and a call into the loop that does not wait."""
+"""What anyio does not offer: the running loop's clock as a value, calls into it that do not wait, tasks of no one's."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from typing import Any
 
 from anyio.lowlevel import current_token
 
-__all__ = ["LoopHandle"]
+__all__ = ["LoopHandle", "in_a_task_of_its_own"]
 
 
 class LoopHandle:
@@ -63,3 +63,16 @@ class LoopHandle:
             # asyncio raises RuntimeError, trio its RunFinishedError, which is one.
             return False
         return True
+
+
+def in_a_task_of_its_own(work: Callable[[], Coroutine[Any, Any, None]]) -> object:
+    """Have `work` done by a task that belongs to the loop and to no task group; keep what is returned until it ends.
+
+    For what many tasks share and none of them owns. It is cancelled when the loop ends.
+    """
+    native: Any = current_token().native_token
+    if isinstance(native, asyncio.AbstractEventLoop):
+        return native.create_task(work())
+    import trio
+
+    return trio.lowlevel.spawn_system_task(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal
 
@@ -121,8 +121,13 @@ class TuneReport(Generic[Cfg]):
     @classmethod
     def from_json(cls, text: str, load: Callable[[Any], Cfg] | None = None) -> TuneReport[Cfg]:
         """Return the report `to_json` wrote; `load` turns a JSON value back into a config."""
+        return cls.from_facts(json.loads(text), load)
+
+    @classmethod
+    def from_facts(cls, given: Mapping[str, Any], load: Callable[[Any], Cfg] | None = None) -> TuneReport[Cfg]:
+        """Return the report that some parsed JSON is."""
         read: Callable[[Any], Any] = load or (lambda value: value)
-        facts = json.loads(text)
+        facts = dict(given)
         facts["key"] = CacheKey(*facts["key"])
         facts["winner"] = read(facts["winner"])
         facts["incumbent"] = None if facts["incumbent"] is None else read(facts["incumbent"])
@@ -167,7 +172,8 @@ def _outcome_to_dict(outcome: Outcome[Any], dump: Callable[[Any], Any]) -> dict[
     return {"kind": type(outcome).__name__.lower(), **facts}
 
 
-def _outcome_from_dict(facts: dict[str, Any], load: Callable[[Any], Any]) -> Outcome[Any]:
+def _outcome_from_dict(given: dict[str, Any], load: Callable[[Any], Any]) -> Outcome[Any]:
+    facts = dict(given)
     kind = _KINDS[facts.pop("kind")]
     facts["cfg"] = load(facts["cfg"])
     if kind is Measured:

@@ -62,8 +62,10 @@ class Shared(Generic[T]):
         while not self.ended:
             await self._changed.wait()
 
-    async def wait(self) -> T:
-        """Return the result of work that some other task carries.
+    async def wait(self, leave: Callable[[], bool] = lambda: False) -> T | None:
+        """Return the result of work that some other task carries; None once `leave` says not to wait for it.
+
+        `leave` is asked again whenever something has changed.
 
         Raises:
             Exception: what the work failed with, as a copy of the waiter's own.
@@ -72,6 +74,8 @@ class Shared(Generic[T]):
         self.waiters += 1
         try:
             while not self.ended:
+                if leave():
+                    return None
                 await self._changed.wait()
         finally:
             self.waiters -= 1
@@ -96,7 +100,7 @@ class Shared(Generic[T]):
                 finally:
                     self._carried = False
                     if not self.ended:
-                        self._hand_over()
+                        self.wake()  # the next waiter carries on
         finally:
             self.waiters -= 1
             if not self.ended and self.waiters == 0:
@@ -112,7 +116,8 @@ class Shared(Generic[T]):
                 "Give each loop a cache of its own, or ask from here with choose_nowait."
             )
 
-    def _hand_over(self) -> None:
+    def wake(self) -> None:
+        """Have every waiter look again at how things stand."""
         woken, self._changed = self._changed, anyio.Event()
         woken.set()
 

@@ -1,71 +1,306 @@
-"""What the chain asks of a store, and how plain `get`/`put` caches answer it."""
+"""`PersistentCache`: configs that outlive the process, over any store."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+import datetime
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, Self
 
-import anyio.to_thread
+import platformdirs
 
+from asel import moving
+from asel.codec import Codec
 from asel.errors import InvalidRequestError
 from asel.kernel import Cfg
 from asel.keys import CacheKey
+from asel.moving import Imported
 from asel.outcomes import TuneReport
+from asel.persistence import Sought, Stored
+from asel.stores import open_store
+from asel.stores.protocol import Claim, Store
+from asel.stores.records import Address, Record, RecordError, Rejected, environment_digest, log_rejected
 
-__all__ = ["Persistence", "Stored", "as_persistence"]
+__all__ = ["PersistentCache"]
 
-
-@dataclass(frozen=True, slots=True)
-class Stored(Generic[Cfg]):
-    """What the store holds for a key. `adopted`: another writer was there first."""
-
-    cfg: Cfg
-    report: TuneReport[Cfg] | None = None
-    adopted: bool = False
-
-
-class Persistence(Protocol[Cfg]):
-    """A place where answers outlive the process."""
-
-    async def load(self, key: CacheKey, checksum: str) -> Stored[Cfg] | None: ...
-
-    async def save(self, report: TuneReport[Cfg], *, replace: bool) -> Stored[Cfg]: ...
+logger = logging.getLogger("asel")
+_NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
+_PROCESS = uuid.uuid4().hex[:12]
 
 
-class _GetPut(Generic[Cfg]):
-    """A cache with `get` and `put`, awaitable or not, such as ejKernel's own PersistentCache.
+def _writer() -> str:
+    return f"{_PROCESS}-{os.getpid()}"  # a forked child is another writer
 
-    It knows no checksums: what it has for a key is taken as it is. Blocking methods run in a thread.
+
+class PersistentCache(Generic[Cfg]):
+    """Keeps configs for other processes and later runs.
+
+    `path` is a directory, a `*.json` document, a `redis://` or `rediss://` URL, or a store; without it,
+    a directory named `opname` under `ASEL_CACHE_DIR` or the platform's cache directory. Configs are
+    written by `dumper`, or as the dataclass, pydantic model or JSON value they are, and come back by
+    `loader`, or as `cfg_type`, or as JSON values. `shipped` are stores that are only read, and only where
+    `path` has nothing. With `async with`, connections stay open meanwhile; without it, everything works.
     """
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
+    def __init__(
+        self,
+        opname: str,
+        path: Any = None,
+        loader: Callable[[Any], Cfg] | None = None,
+        dumper: Callable[[Cfg], Any] | None = None,
+        cfg_type: type[Cfg] | Any = None,
+        *,
+        shipped: Iterable[Any] = (),
+    ) -> None:
+        if isinstance(opname, str) and opname.endswith(".json") and (path is None or callable(path)):
+            # PersistentCache("/path/to/cache.json", loader, dumper), as its ancestor's documentation has it.
+            opname, path, loader, dumper = Path(opname).stem, opname, path or loader, loader if path else dumper
+        if not isinstance(opname, str) or not _NAMES.fullmatch(opname):
+            raise InvalidRequestError(
+                f"PersistentCache: opname={opname!r} must be a plain name of letters, digits and ._@+-; "
+                "pass a location as path="
+            )
+        self.opname = opname
+        self.store: Store = open_store(_default_root() / opname if path is None else path)
+        self.shipped: tuple[Store, ...] = tuple(open_store(location, read_only=True) for location in shipped)
+        self._codec: Codec[Cfg] = Codec(loader, dumper, cfg_type)
+        self._listeners: list[Callable[[Rejected], object]] = []
+        self._warned: set[Address] = set()
+        for store in self._layers:
+            store.on_rejected = self._reject
 
-    async def load(self, key: CacheKey, checksum: str) -> Stored[Cfg] | None:
-        cfg = await _call(self._cache.get, *key)
-        return None if cfg is None else Stored(cfg)
+    def __repr__(self) -> str:
+        return f"PersistentCache({self.opname!r}, {self.store.location!r})"
 
-    async def save(self, report: TuneReport[Cfg], *, replace: bool) -> Stored[Cfg]:
-        await _call(self._cache.put, *report.key, report.winner)
-        return Stored(report.winner, report)
+    @property
+    def path(self) -> str:
+        """Where the records are; never with a secret in it."""
+        return self.store.location
+
+    @property
+    def _layers(self) -> tuple[Store, ...]:
+        return (self.store, *self.shipped)
+
+    # For its users.
+
+    async def get(self, device: str, op_id: str, call_key: str) -> Cfg | None:
+        """Return the newest config of a key, however it came about.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        key = CacheKey(device, op_id, call_key)
+        for store in self._layers:
+            stored = self._best([record async for record in store.records(key)])
+            if stored is not None:
+                return stored.cfg
+        return None
+
+    async def put(self, device: str, op_id: str, call_key: str, cfg: Cfg) -> None:
+        """Store a config in the place of whatever is there for its key.
+
+        Raises:
+            InvalidRequestError: it cannot be stored; nothing was changed.
+            StoreError: the store did not take it.
+        """
+        record = Record(
+            key=CacheKey(device, op_id, call_key),
+            cfg=self._codec.dump(cfg),
+            environment={},
+            created=time.time(),
+            writer=_writer(),
+        )
+        await self.store.put(record, replace=True)
+        older = [other async for other in self.store.records(record.key) if other.address != record.address]
+        for other in older:
+            await self.store.delete(other.address, expected=other)
+
+    # For a chain.
+
+    async def find(self, sought: Sought[Cfg]) -> Stored[Cfg] | None:
+        """Return the record for key, checksum and environment; else what a user put; else another environment's."""
+        here = environment_digest(sought.environment)
+        for store in self._layers:
+            exact = await store.get(Address(sought.key, sought.checksum, here))
+            if exact is not None and (stored := self._stored(exact, sought.among)) is not None:
+                return stored
+            others = [
+                record
+                async for record in store.records(sought.key)
+                if record.checksum in ("", sought.checksum)
+                and record != exact
+                and (not record.environment or not sought.exact)
+            ]
+            if (stored := self._best(others, sought.among)) is not None:
+                return stored
+        return None
+
+    async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
+        """Store a tune's result; where another was first, return what it stored."""
+        record = Record(
+            key=report.key,
+            cfg=self._codec.dump(report.winner),
+            checksum=report.checksum,
+            environment=dict(report.environment),
+            report=self._spelt(report),
+            created=time.time(),
+            seconds=report.seconds,
+            writer=_writer(),
+        )
+        kept = await self.store.put(record, replace=replace, claim=claim)
+        if kept == record:
+            return Stored(report.winner, report, record=record)
+        stored = self._stored(kept)
+        if stored is None:  # it does not fit our configs, so it is no answer to anyone who asks as we do
+            await self.store.put(record, replace=True)
+            return Stored(report.winner, report, record=record)
+        return self._adopted(stored, record)
+
+    def claim(self, sought: Sought[Cfg], wait_s: float) -> AbstractAsyncContextManager[Claim]:
+        address = Address(sought.key, sought.checksum, environment_digest(sought.environment))
+        return self.store.claim(address, wait_s=wait_s)
+
+    def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
+        return self._stored(record, sought.among)
+
+    async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
+        """Return what earlier tunes of a key found, oldest first, whatever they chose among."""
+        records = [record for store in self._layers async for record in store.records(sought.key)]
+        found = [self._report(record, sought.among) for record in sorted(records, key=lambda r: r.created)]
+        return [report for report in found if report is not None]
+
+    async def withdraw(self, stored: Stored[Cfg]) -> bool:
+        """Remove a record that proved wrong, if it is still the one that was found; return whether it did."""
+        if stored.record is None:
+            return False
+        return await self.store.delete(stored.record.address, expected=stored.record)
+
+    @asynccontextmanager
+    async def told(self, listener: Callable[[Rejected], object]) -> AsyncIterator[None]:
+        """Tell `listener` of records that had to be rejected, while the block runs."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    # For whoever moves caches about.
+
+    async def records(self) -> AsyncIterator[Record]:
+        """Give every record of the store, shipped ones aside."""
+        async for record in self.store.records():
+            yield record
+
+    async def export(self, filter: Callable[[Record], bool] | None = None) -> dict[str, Any]:
+        """Return the records as a document: JSON, to be imported elsewhere or shipped as a `*.json` file."""
+        return await moving.export(self.store, filter)
+
+    async def import_(self, document: Mapping[str, Any]) -> Imported:
+        """Take in an exported document. What is there already stays as it is, so doing it twice changes nothing.
+
+        Raises:
+            InvalidRequestError: it is no document, or of another version.
+        """
+        return await moving.import_(self.store, document, self._codec.load)
+
+    async def prune(
+        self,
+        predicate: Callable[[Record], bool] | None = None,
+        *,
+        older_than: float | datetime.timedelta | None = None,
+        not_environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """Delete the records that any of the conditions names; return how many.
+
+        `older_than` is an age in seconds. `not_environment` names what was measured with other software;
+        what a user put was not measured, and stays.
+        """
+        return await moving.prune(self.store, predicate, older_than, not_environment)
+
+    # Its connections.
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for store in self._connected:
+                await stack.enter_async_context(store)
+            stack.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for store in reversed(self._connected):
+            await store.__aexit__(None, None, None)
+
+    @property
+    def _connected(self) -> list[AbstractAsyncContextManager[Any]]:
+        return [store for store in self._layers if isinstance(store, AbstractAsyncContextManager)]
+
+    # Between records and configs.
+
+    def _best(self, records: list[Record], among: tuple[Cfg, ...] = ()) -> Stored[Cfg] | None:
+        """Return the newest record that can be read."""
+        newest_first = sorted(records, key=lambda record: record.created, reverse=True)
+        return next((s for record in newest_first if (s := self._stored(record, among)) is not None), None)
+
+    def _stored(self, record: Record, among: tuple[Cfg, ...] = ()) -> Stored[Cfg] | None:
+        try:
+            cfg = self._known_again(record.cfg, among)
+        except RecordError as error:
+            self._reject(Rejected(f"{self.path} ({record.key.op_id})", str(error), record.key))
+            return None
+        return Stored(cfg, self._report(record, among), record=record)
+
+    def _known_again(self, value: Any, among: tuple[Cfg, ...]) -> Cfg:
+        """Return the config of a JSON value: one of those it may be, where nothing else says what it is."""
+        cfg = self._codec.load(value)
+        if self._codec.is_plain:
+            for candidate in among:
+                if self._codec.spells(candidate, value):
+                    return candidate
+        return cfg
+
+    def _spelt(self, report: TuneReport[Cfg]) -> dict[str, Any] | None:
+        try:
+            spelt: dict[str, Any] = json.loads(report.to_json(self._codec.dump))
+        except InvalidRequestError as error:  # the winner could be stored; that another cannot is no reason not to
+            logger.debug("stored without its report: %s", error)
+            return None
+        return spelt
+
+    def _report(self, record: Record, among: tuple[Cfg, ...]) -> TuneReport[Cfg] | None:
+        if record.report is None:
+            return None
+        try:
+            return TuneReport.from_facts(record.report, lambda value: self._known_again(value, among))
+        except (RecordError, ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.debug("the report of a record of %s cannot be read: %s", record.key, error)
+            return None
+
+    def _adopted(self, stored: Stored[Cfg], ours: Record) -> Stored[Cfg]:
+        assert stored.record is not None
+        if stored.record.writer != ours.writer:
+            logger.debug("%s was tuned by another process first; its config is adopted", ours.key)
+            return replace(stored, adopted=True, conflict="key_out_of_sync")
+        if stored.record.cfg != ours.cfg and ours.address not in self._warned:
+            self._warned.add(ours.address)
+            logger.warning(
+                "%s was tuned twice in this process, with %s and then %s; the first stays. "
+                "Share one ConfigCache between chains, or use retune.",
+                *(ours.key, stored.record.cfg, ours.cfg),
+            )
+        return replace(stored, adopted=True, conflict="duplicated_key")
+
+    def _reject(self, rejected: Rejected) -> None:
+        for listener in list(self._listeners) or [log_rejected]:
+            listener(rejected)
 
 
-async def _call(method: Any, *args: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return await method(*args)
-    result = await anyio.to_thread.run_sync(method, *args)
-    return await result if inspect.isawaitable(result) else result
-
-
-def as_persistence(persistent: Any) -> Persistence[Any] | None:
-    """Return `persistent` itself, or an adapter where it only has `get` and `put`.
-
-    Raises:
-        InvalidRequestError: it has neither pair of methods.
-    """
-    if persistent is None or (hasattr(persistent, "load") and hasattr(persistent, "save")):
-        return persistent  # type: ignore[no-any-return]
-    if hasattr(persistent, "get") and hasattr(persistent, "put"):
-        return _GetPut(persistent)
-    raise InvalidRequestError(f"persistent={persistent!r} has neither get and put nor load and save")
+def _default_root() -> Path:
+    return Path(os.environ.get("ASEL_CACHE_DIR") or platformdirs.user_cache_dir("asel", appauthor=False))

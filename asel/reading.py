@@ -9,26 +9,32 @@ import anyio
 
 from asel.cache import ConfigCache
 from asel.errors import SelectorClosedError, StoreError
-from asel.events import FanOut, StoreFailed, StoreRead
+from asel.events import FanOut
+from asel.keeper import Keeper
 from asel.kernel import Cfg
 from asel.keys import CacheKey
+from asel.memo import Memo
 from asel.pending import Shared
-from asel.persistent import Persistence, Stored
+from asel.persistence import Sought, Stored
 
 __all__ = ["Reading"]
 
+# How long a miss is believed. Another process may store the key meanwhile: one that is about to tune looks again.
+REREAD_AFTER_S = 5.0
+_REMEMBERED = 65_536
+
+Address = tuple[CacheKey, str, bool]
+
 
 class Reading(Generic[Cfg]):
-    """Reads records, within a bound, and keeps what it read in memory before anyone is told."""
+    """Reads records, and keeps what it read in memory before anyone is told."""
 
-    def __init__(
-        self, cache: ConfigCache[Cfg], store: Persistence[Cfg], events: FanOut, store_timeout_s: float
-    ) -> None:
+    def __init__(self, cache: ConfigCache[Cfg], keeper: Keeper[Cfg], events: FanOut) -> None:
         self._cache = cache
-        self._store = store
+        self._keeper = keeper
         self._events = events
-        self._store_timeout_s = store_timeout_s
-        self._in_flight: dict[tuple[CacheKey, str], Shared[Stored[Cfg] | None]] = {}
+        self._in_flight: dict[Address, Shared[Stored[Cfg] | None]] = {}
+        self._missed: Memo[float] = Memo(_REMEMBERED)
         self._scopes: set[anyio.CancelScope] = set()
         self._closed = False
 
@@ -41,44 +47,47 @@ class Reading(Generic[Cfg]):
         for scope in self._scopes:
             scope.cancel()
 
-    async def load(self, key: CacheKey, checksum: str) -> Stored[Cfg] | None:
+    async def load(self, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         """Return the store's record, or None where it has none.
 
         Raises:
             StoreError: the store failed; an event has told of it.
             SelectorClosedError: the chain closed before the store answered.
         """
-        address = (key, checksum)
+        address = (sought.key, sought.checksum, sought.exact)
+        missed = self._missed.get(address)
+        if missed is not None and 0 <= self._events.now() - missed < REREAD_AFTER_S:
+            return None
         read = self._in_flight.get(address)
         if read is None:
             read = self._in_flight[address] = Shared()
-        return await read.carry(partial(self._read, *address, read), partial(self._in_flight.pop, address, None))
+        return await read.carry(partial(self._read, sought, address, read), partial(self._forget, address))
 
-    async def _read(self, key: CacheKey, checksum: str, read: Shared[Stored[Cfg] | None]) -> None:
-        start = self._events.now()
-        error: Exception
-        scope = anyio.move_on_after(self._store_timeout_s)
+    async def _read(self, sought: Sought[Cfg], address: Address, read: Shared[Stored[Cfg] | None]) -> None:
+        scope = anyio.CancelScope()
         self._scopes.add(scope)
         try:
             with scope:
-                stored = await self._store.load(key, checksum)
-                self._events(StoreRead(key=key, start=start, end=self._events.now(), found=stored is not None))
-                if stored is not None:
-                    done = self._cache.remember(key, checksum, stored.cfg, stored.report)
-                    stored = Stored(done.cfg, done.provenance.report)
-                self._in_flight.pop((key, checksum), None)
-                read.succeed(stored)
+                stored = await self._keeper.find(sought)
+                self._forget(address)
+                read.succeed(self._remembered(sought, address, stored))
                 return
-            error = TimeoutError(f"the store did not answer within {self._store_timeout_s:g} s")
-        except Exception as failure:  # a store's failure makes its tier decline
-            error = failure
+        except StoreError as error:
+            self._forget(address)
+            read.fail(error)
+            return
         finally:
             self._scopes.discard(scope)
-        self._in_flight.pop((key, checksum), None)
-        if self._closed:
-            read.fail(SelectorClosedError(f"the chain was closed while {key.op_id!r} was read from the store"))
-            return
-        self._events(StoreFailed.of(key, "get", start, self._events.now(), error))
-        told = StoreError(f"{type(error).__name__}: {error}")
-        told.__cause__ = error
-        read.fail(told)
+        self._forget(address)
+        read.fail(SelectorClosedError(f"the chain was closed while {sought.key.op_id!r} was read from the store"))
+
+    def _remembered(self, sought: Sought[Cfg], address: Address, stored: Stored[Cfg] | None) -> Stored[Cfg] | None:
+        if stored is None:
+            self._missed.put(address, self._events.now())
+            return None
+        self._missed.forget(address)
+        done = self._cache.remember(sought.key, sought.checksum, stored.cfg, stored.report)
+        return Stored(done.cfg, done.provenance.report)
+
+    def _forget(self, address: Address) -> None:
+        self._in_flight.pop(address, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self
@@ -38,13 +38,14 @@ from asel.events import (
     Stale,
 )
 from asel.explaining import explain, why_memory_declines
-from asel.jobs import TuneJob
+from asel.jobs import TuneJob, timings_in
+from asel.keeper import Keeper
 from asel.kernel import Cfg, Invocation, Kernel, Out, bind, example_inputs_of
-from asel.keys import CacheKey, KeyMemo, Resolved, config_form
+from asel.keys import CacheKey, KeyMemo, Resolved
 from asel.loop import LoopHandle
 from asel.memo import Memo
 from asel.outcomes import Measured
-from asel.persistent import as_persistence
+from asel.persistence import Sought, as_persistence
 from asel.policy import (
     AutotunePolicy,
     effective_policy,
@@ -101,15 +102,18 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._streams: list[EventStream] = []
         self._store = as_persistence(persistent)
         _checked_seconds("store_timeout_s", store_timeout_s)
-        self._reading = None
+        self._keeper: Keeper[Cfg] | None = None
+        self._reading: Reading[Cfg] | None = None
         if self._store is not None:
-            self._reading = Reading(self.cache, self._store, self._events, store_timeout_s)
-        kept_in = self._store if persist_autotune else None
-        self._tuning: Tuning[Cfg] = Tuning(self.cache, as_tuner(self.tuner), kept_in, self._events, store_timeout_s)
+            self._keeper = Keeper(self._store, self.cache, self._events, store_timeout_s)
+            self._reading = Reading(self.cache, self._keeper, self._events)
+        keeper = self._keeper if persist_autotune else None
+        self._tuning: Tuning[Cfg] = Tuning(self.cache, as_tuner(self.tuner), keeper, self._events)
         self._backlog = Backlog(self._catch_up)
         self._seen_outside: Memo[bool] = Memo(65_536)
         self._loop: LoopHandle | None = None
         self._tasks: TaskGroup | None = None
+        self._helpers = AsyncExitStack()
         self._closed = False
         self._frozen = False
         self._cut_short = 0
@@ -259,7 +263,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return call.decline("persistent", "store missed, or a tune would not be pending")
         try:
             with self._patience(call):
-                stored = await self._reading.load(call.key, call.checksum)
+                stored = await self._reading.load(self._sought(call))
                 if stored is None:
                     return call.decline("persistent", "store missed")
                 self._emit(CacheHit, call, level="persistent", cfg=stored.cfg)
@@ -284,8 +288,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             with self._patience(call):
                 done = await self._tune(call, background=background)
                 if done is not None:
-                    self._emit(Autotuned, call, cfg=done.cfg)
-                    return call.answer("autotune", done.cfg, done.provenance.report)
+                    return self._found(call, done)
                 why = "tuning in the background" if background else 'a tune is pending, and on_pending="heuristics"'
                 return call.decline("autotune", why)
         except TuningError as error:
@@ -293,6 +296,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 raise
             return call.decline("autotune", f"the tune failed: {error}")
         return call.decline("autotune", f"no answer within wait_s={policy.wait_s:g}")
+
+    def _found(self, call: Call, done: Done[Cfg]) -> Selection[Cfg]:
+        """Answer with what a tune found, or with the record of another process's."""
+        if done.provenance.source == "autotune":
+            self._emit(Autotuned, call, cfg=done.cfg)
+            return call.answer("autotune", done.cfg, done.provenance.report)
+        call.declined.pop("persistent", None)
+        self._emit(CacheHit, call, level="persistent", cfg=done.cfg)
+        return call.answer("persistent", done.cfg, done.provenance.report)
 
     def _heuristics(self, call: Call) -> Selection[Cfg] | None:
         if not call.policy.allow_heuristics:
@@ -354,8 +366,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 self._emit(PendingJoin, call, tune_id=tune.id, waiters=tune.waiters + 1)
             if call.waiting_since is None:
                 call.waiting_since = self._events.now()
+            leaves = not on_purpose and call.policy.on_pending == "heuristics"
             try:
-                return await self._tuning.wait(tune)
+                return await self._tuning.wait(tune, lambda: leaves and tune.elsewhere)  # noqa: B023
             except SelectorClosedError:
                 if self._closed or self._tuning.is_ours(tune):
                     raise
@@ -377,14 +390,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             call.key, call.checksum, make_job, call.policy, background=background, on_purpose=on_purpose
         )
 
+    def _sought(self, call: Call) -> Sought[Cfg]:
+        known, exact = call.known, call.policy.match_environment == "exact"
+        return Sought(call.key, call.checksum, environment(known.device), exact, known.candidates)
+
     def _timings(self, call: Call) -> dict[int, Measured[Cfg]]:
-        """Return what is known of these candidates from tunes of the same key among others."""
-        current, found = environment(call.known.device), {}
-        for report in self.cache.reports(call.key):
-            if report.environment == current and report.objective == call.objective:
-                found.update({config_form(o.cfg): o for o in report.outcomes if isinstance(o, Measured)})
-        forms = map(config_form, call.known.candidates)
-        return {i: found[form] for i, form in enumerate(forms) if form in found}
+        software = environment(call.known.device)
+        return timings_in(self.cache.reports(call.key), call.known.candidates, call.objective, software)
 
     def _job(self, call: Call, on_purpose: bool) -> TuneJob[Cfg]:
         known, inv, policy = call.known, call.inv, call.policy
@@ -432,7 +444,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """Do for a queued call what the persistent and autotune tiers would have done."""
         asking.set(None)  # the call has its answer; what is done here is done for the next one
         try:
-            if self._reading is not None and await self._reading.load(call.key, call.checksum) is not None:
+            if self._reading is not None and await self._reading.load(self._sought(call)) is not None:
                 return
         except StoreError:
             pass  # told by an event already; the tune can do without
@@ -447,7 +459,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     async def explain(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Explanation[Cfg]:
         """Tell what every tier would say to this call, changing nothing and emitting nothing."""
         call = self._call(inv, kernel)
-        return await explain(call, self.cache, self._store, self._why_not_tune(call))
+        return await explain(call, self._sought(call), self.cache, self._store, self._why_not_tune(call))
 
     async def retune(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Measure again, on purpose, and replace what is known; until then the old config answers.
@@ -514,8 +526,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             raise InvalidRequestError("this chain is open already; share the object instead of entering it again")
         self._bind_loop()
         self._closed = False
-        if hasattr(self.tuner, "__aenter__"):
-            await self.tuner.__aenter__()
+        async with AsyncExitStack() as stack:
+            for helper in (self.tuner, self.persistent):
+                if hasattr(helper, "__aenter__"):
+                    await stack.enter_async_context(helper)
+            self._helpers = stack.pop_all()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tuning.open(self._tasks)
@@ -525,6 +540,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._backlog.open(self._loop)
         self._cut_short = 0
         self._tasks.start_soon(self._serve_backlog, self._tasks)
+        if self._keeper is not None:
+            self._tasks.start_soon(self._keeper.serve)
         return self
 
     async def _serve_backlog(self, tasks: TaskGroup) -> None:
@@ -563,11 +580,19 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 raise group.exceptions[0] from None
             raise
         finally:
-            if hasattr(self.tuner, "__aexit__"):
-                await self.tuner.__aexit__(None, None, None)
-            abandoned = self._tuning.still_busy()
-            now = self._events.now()
-            self._events(Closed(key=None, start=start, end=now, cancelled=self._cut_short, abandoned=abandoned))
+            if self._keeper is not None:
+                await self._keeper.close(start + self.close_grace_s)
+            await self._helpers.aclose()
+            self._events(
+                Closed(
+                    key=None,
+                    start=start,
+                    end=self._events.now(),
+                    cancelled=self._cut_short,
+                    abandoned=self._tuning.still_busy(),
+                    unsaved=0 if self._keeper is None else self._keeper.unsaved,
+                )
+            )
             for stream in list(self._streams):
                 stream.end()
             if not self._events.is_flushed:

@@ -18,16 +18,19 @@ from anyio.abc import TaskGroup
 
 from asel.adapters import Tunes
 from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
+from asel.devices import environment
 from asel.errors import SelectorClosedError, TuningError
-from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut, Persisted, StoreFailed
-from asel.jobs import TuneJob
+from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut
+from asel.jobs import TuneJob, timings_in
+from asel.keeper import Keeper
 from asel.kernel import Cfg
 from asel.keys import CacheKey
 from asel.memo import Memo
-from asel.outcomes import Failed, Measured, Skipped, TuneReport
+from asel.outcomes import Failed, Measured, Skipped
 from asel.pending import Shared
-from asel.persistent import Persistence
+from asel.persistence import Sought
 from asel.policy import AutotunePolicy
+from asel.stores.protocol import Claim
 from asel.threads import Busy
 
 __all__ = ["Tune", "Tuning", "inside_a_tune"]
@@ -37,6 +40,8 @@ inside_a_tune = _inside.get
 """The tune's id, in a tune and in whatever its candidates call: waiting for a tune from there could wait for itself."""
 
 _REMEMBERED = 65_536
+# How much longer than its budget a tune may take in another process before this one begins its own.
+CLAIM_GRACE_S = 5.0
 
 
 class Tune(Shared[Done[Cfg]]):
@@ -51,15 +56,26 @@ class Tune(Shared[Done[Cfg]]):
         *,
         owned: bool,
         on_purpose: bool,
+        background: bool,
     ) -> None:
         super().__init__(job.id)
         self.chain = chain
         self.saving: anyio.CancelScope | None = None
+        self.background = background
+        self.told = False
+        # True iff another process is tuning the key, and this one waits for its record.
+        self.elsewhere = False
         self.job = job
         self.policy = policy
         self.owned = owned
         self.on_purpose = on_purpose
         self.started = started
+
+
+def sought_by(job: TuneJob[Cfg], policy: AutotunePolicy) -> Sought[Cfg]:
+    """Return what a store is asked for before a job is done."""
+    exact = policy.match_environment == "exact"
+    return Sought(job.key, job.checksum, environment(job.device), exact, job.candidates)
 
 
 class Tuning(Generic[Cfg]):
@@ -69,15 +85,13 @@ class Tuning(Generic[Cfg]):
         self,
         cache: ConfigCache[Cfg],
         tuner: Tunes[Cfg],
-        store: Persistence[Cfg] | None,
+        keeper: Keeper[Cfg] | None,
         events: FanOut,
-        store_timeout_s: float,
     ) -> None:
         self._cache = cache
         self._tuner = tuner
-        self._store = store
+        self._keeper = keeper
         self._events = events
-        self._store_timeout_s = store_timeout_s
         self._tasks: TaskGroup | None = None
         self._running: dict[Tune[Cfg], None] = {}
         self._left_behind: list[Busy] = []
@@ -107,7 +121,15 @@ class Tuning(Generic[Cfg]):
         """Return the tune in flight for a key, and whether it was begun just now."""
 
         def make() -> Tune[Cfg]:
-            return Tune(make_job(), policy, self._events.now(), self, owned=self.owns_tunes, on_purpose=on_purpose)
+            return Tune(
+                make_job(),
+                policy,
+                self._events.now(),
+                self,
+                owned=self.owns_tunes,
+                on_purpose=on_purpose,
+                background=background,
+            )
 
         pending, begun = self._cache.begin(key, checksum, make)
         tune: Tune[Cfg] = pending  # type: ignore[assignment]
@@ -116,31 +138,38 @@ class Tuning(Generic[Cfg]):
             self._running[tune] = None
             if self._tasks is not None:
                 self._tasks.start_soon(self._run, tune, name=f"asel tune of {key.op_id}")
-            self._events(
-                AutotuneStart(
-                    key=key,
-                    start=tune.started,
-                    end=tune.started,
-                    tune_id=tune.id,
-                    candidates=len(tune.job.candidates),
-                    objective=tune.job.objective,
-                    background=background,
-                )
-            )
+            if self._keeper is None:
+                self._tell_start(tune)
         return tune, begun
+
+    def _tell_start(self, tune: Tune[Cfg]) -> None:
+        if tune.told:  # whoever carries on does not begin
+            return
+        tune.told = True
+        self._events(
+            AutotuneStart(
+                key=tune.job.key,
+                start=tune.started,
+                end=tune.started,
+                tune_id=tune.id,
+                candidates=len(tune.job.candidates),
+                objective=tune.job.objective,
+                background=tune.background,
+            )
+        )
 
     def is_ours(self, tune: Tune[Cfg]) -> bool:
         return tune.chain is self
 
-    def wait(self, tune: Tune[Cfg]) -> Awaitable[Done[Cfg]]:
-        """Return what a tune found.
+    def wait(self, tune: Tune[Cfg], leave: Callable[[], bool] = lambda: False) -> Awaitable[Done[Cfg] | None]:
+        """Return what a tune found; None where `leave` says that the caller need not wait.
 
         Raises:
             TuningError: nothing could be measured.
             SelectorClosedError: its chain was closed.
         """
         if tune.owned:
-            return tune.wait()
+            return tune.wait(leave)
         return tune.carry(partial(self._run, tune), partial(self._abandon, tune))
 
     async def settled(self) -> None:
@@ -162,8 +191,7 @@ class Tuning(Generic[Cfg]):
         token = _inside.set(tune.id)
         try:
             with without_overlays():
-                report = await self._tuner.tune(tune.job)
-                done = await self._keep(tune, report)
+                done = await (self._find(tune) if self._keeper is None else self._find_for_all(tune, self._keeper))
         except Exception as error:
             self._fail(tune, error)
         except BaseException:
@@ -176,34 +204,39 @@ class Tuning(Generic[Cfg]):
             _inside.reset(token)
             self._left_behind = [thread for thread in (*self._left_behind, *tune.job.left_behind) if thread.alive]
 
-    async def _keep(self, tune: Tune[Cfg], report: TuneReport[Cfg]) -> Done[Cfg]:
+    async def _find(self, tune: Tune[Cfg]) -> Done[Cfg]:
+        report = await self._tuner.tune(tune.job)
+        return Done(report.winner, Match(), Provenance("autotune", report))
+
+    async def _find_for_all(self, tune: Tune[Cfg], keeper: Keeper[Cfg]) -> Done[Cfg]:
+        """Tune on behalf of every process that shares the store, or take what another of them found."""
+        job, policy = tune.job, tune.policy
+        sought = sought_by(job, policy)
+        wait_s = policy.tune_budget_s + CLAIM_GRACE_S if policy.wait_s is None else policy.wait_s
+        async with keeper.claim(sought, wait_s, partial(self._wait_elsewhere, tune)) as claim:
+            if not tune.on_purpose:
+                if (stored := keeper.found_by(claim, sought)) is not None:
+                    return Done(stored.cfg, Match(), Provenance("persistent", stored.report))
+                known = timings_in(await keeper.reports(sought), job.candidates, job.objective, sought.environment)
+                job.known = {**known, **job.known}
+            tune.elsewhere = False
+            self._tell_start(tune)
+            done = await self._find(tune)
+            return await self._keep(tune, keeper, done, claim)
+
+    def _wait_elsewhere(self, tune: Tune[Cfg]) -> None:
+        tune.elsewhere = True
+        tune.wake()
+
+    async def _keep(self, tune: Tune[Cfg], keeper: Keeper[Cfg], done: Done[Cfg], claim: Claim) -> Done[Cfg]:
         """Store what was found; where another writer was first, adopt what it found."""
-        done = Done(report.winner, Match(), Provenance("autotune", report))
-        if self._store is None:
+        report = done.provenance.report
+        assert report is not None
+        tune.saving = anyio.CancelScope()
+        stored = await keeper.keep(report, replace=tune.on_purpose, claim=claim, scope=tune.saving)
+        if stored is None or not stored.adopted:
             return done
-        start = self._events.now()
-        # Shielded, because the result is paid for; bounded, because a store may hang.
-        with anyio.move_on_after(self._store_timeout_s, shield=True) as tune.saving:
-            try:
-                stored = await self._store.save(report, replace=tune.on_purpose)
-                kept = Done(stored.cfg, Match(), Provenance("autotune", report)) if stored.adopted else done
-            except Exception as error:
-                self._events(StoreFailed.of(tune.job.key, "put", start, self._events.now(), error))
-                return done
-            self._events(
-                Persisted(
-                    key=tune.job.key,
-                    start=start,
-                    end=self._events.now(),
-                    tune_id=tune.id,
-                    cfg=stored.cfg,
-                    adopted=stored.adopted,
-                )
-            )
-            return kept
-        late = TimeoutError(f"the store did not answer within {self._store_timeout_s:g} s")
-        self._events(StoreFailed.of(tune.job.key, "put", start, self._events.now(), late))
-        return done
+        return Done(stored.cfg, Match(), Provenance("autotune", report))
 
     # How it ends: each of these is one step, with no await in it.
 
@@ -212,8 +245,13 @@ class Tuning(Generic[Cfg]):
             return
         job = tune.job
         self._end(tune, done)
-        self._tuned.put((job.key, job.checksum), True)
-        outcomes = list(job.outcomes.values())
+        if done.provenance.source == "autotune":
+            self._tuned.put((job.key, job.checksum), True)
+            self._tell_finish(tune, done)
+        tune.succeed(done)
+
+    def _tell_finish(self, tune: Tune[Cfg], done: Done[Cfg]) -> None:
+        job, outcomes = tune.job, list(tune.job.outcomes.values())
         self._events(
             AutotuneFinish(
                 key=job.key,
@@ -228,7 +266,6 @@ class Tuning(Generic[Cfg]):
                 waiters=tune.waiters,
             )
         )
-        tune.succeed(done)
 
     def _fail(self, tune: Tune[Cfg], error: Exception) -> None:
         if tune.ended:

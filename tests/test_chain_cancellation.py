@@ -12,7 +12,7 @@ import pytest
 from kernels import BEST, COSTS, Bench, Toy, call
 
 from asel import Tuner
-from asel.persistent import Stored
+from asel.persistence import Stored
 
 pytestmark = pytest.mark.anyio
 

@@ -120,6 +120,7 @@ async def test_every_entry_of_a_tune_and_a_hit(way):
             "level": "info",
             "cancelled": 0,
             "abandoned": (),
+            "unsaved": 0,
             "duration_s": 0.0,
             "trace_id": f"{0xABC:032x}",
         },

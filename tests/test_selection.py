@@ -15,7 +15,7 @@ from asel import (
     overlay_cache,
     policy_override,
 )
-from asel.persistent import Stored
+from asel.persistence import Stored
 
 pytestmark = pytest.mark.anyio
 
@@ -163,7 +163,7 @@ async def test_an_object_that_is_no_store_is_refused_by_name():
 
 
 async def test_a_failing_store_makes_its_tier_decline():
-    """The chain keeps answering while the store is down, and says what happened."""
+    """The chain keeps answering while the store is down, and says so once, not at every step."""
     store = DictStore()
     store.fails = OSError("disk on fire")
     bench = Bench(persistent=store)
@@ -171,7 +171,7 @@ async def test_a_failing_store_makes_its_tier_decline():
         selection = await chain.select(call(), Toy())
     assert (selection.cfg, selection.tier) == (BEST, "autotune")
     assert "disk on fire" in selection.declined["persistent"]
-    assert [e.operation for e in bench.sink.named("store_error")] == ["get", "put"]
+    assert [e.operation for e in bench.sink.named("store_error")] == ["get"]
 
 
 async def test_a_hanging_store_does_not_hang_the_tune():
@@ -786,7 +786,7 @@ async def test_a_store_that_answers_nonsense_has_failed(answer):
         assert (await chain.select(call(), Toy())).tier == "autotune"
         assert chain.choose_nowait(call(16), Toy()) == GUESS
         await chain.settled()
-    assert {event.operation for event in bench.sink.named("store_error")} == {"get", "put"}
+    assert [event.operation for event in bench.sink.named("store_error")] == ["get"]
 
 
 async def test_a_get_that_returns_an_awaitable_is_awaited():

@@ -25,6 +25,8 @@ from asel import (
 )
 from asel.answers import Explanation
 from asel.kernel import FunctionKernel
+from asel.stores.protocol import Store
+from asel.stores.redis import RedisStore
 from asel.testing import RecordingSink, ScriptedMeasure
 
 
@@ -75,3 +77,5 @@ async def select(a: jax.Array) -> None:
 
 
 assert_type(scale, FunctionKernel[int, jax.Array])
+
+store: Store = RedisStore("redis://localhost")

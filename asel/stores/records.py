@@ -8,22 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from asel.errors import InvalidRequestError
 from asel.keys import CacheKey
 
-__all__ = ["MOST_BYTES", "SCHEMA", "Address", "Record", "RecordError", "Rejected", "environment_digest"]
+__all__ = [
+    "MOST_BYTES",
+    "SCHEMA",
+    "Address",
+    "Record",
+    "RecordError",
+    "Rejected",
+    "environment_digest",
+    "key_digest",
+    "log_rejected",
+]
 
 SCHEMA = 1
 # A record of a thousand candidates with a hundred samples each is about half of this.
 MOST_BYTES = 4 << 20
 MOST_DEPTH = 64
+logger = logging.getLogger("asel")
 
 
 class RecordError(ValueError):
@@ -37,6 +50,11 @@ class Rejected:
     where: str
     reason: str
     key: CacheKey | None = None
+
+
+def log_rejected(rejected: Rejected) -> None:
+    """Tell the log, where nobody else wants to know."""
+    logger.warning("a record at %s was rejected: %s", rejected.where, rejected.reason)
 
 
 class Address(NamedTuple):
@@ -78,8 +96,6 @@ def _digest(*texts: str) -> str:
 class Record:
     """A config as JSON, with its provenance."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
-
     key: CacheKey
     cfg: JsonValue
     checksum: str = ""
@@ -99,19 +115,23 @@ class Record:
         return Address(self.key, self.checksum, environment_digest(self.environment))
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON.
+        """Return the record as one line of JSON that is certain to be read again.
 
         Raises:
             InvalidRequestError: something in it has no place in JSON, or it is too large.
         """
-        facts: dict[str, Any] = {"asel": SCHEMA, **{name: getattr(self, name) for name in _FIELDS}}
         try:
-            text = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+            text = self.line()
             if Record.from_json(text) != self:
                 raise RecordError("it does not come back from JSON as it was")
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"a record of {self.key.op_id!r} cannot be stored: {error}") from error
         return text
+
+    def line(self) -> str:
+        """Return the record as one line of JSON, unchecked: for one that was read before."""
+        facts: dict[str, Any] = {"asel": SCHEMA, **{name: getattr(self, name) for name in _FIELDS}}
+        return json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
@@ -142,22 +162,39 @@ class Record:
             raise RecordError(f"it has version {version!r}, and this asel reads version {SCHEMA}")
         if _is_deeper(facts, MOST_DEPTH):
             raise RecordError(f"it is nested more than {MOST_DEPTH} deep")
-        given = {
-            name: tuple(value) if name == "key" and isinstance(value, list) else value for name, value in facts.items()
-        }
-        del given["asel"]
+        given = {**facts, "key": tuple(facts["key"])} if isinstance(facts.get("key"), list) else facts
         try:
-            return _ADAPTER.validate_python(given)
+            found: dict[str, Any] = {**_ADAPTER.validate_python(given)}
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the record"
             raise RecordError(f"{where}: {first['msg']}") from error
         except RecursionError as error:
             raise RecordError("it is nested too deeply") from error
+        del found["asel"]
+        return cls(**found)
 
 
 _FIELDS = ("key", "cfg", "checksum", "environment", "report", "created", "seconds", "writer")
-_ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+class _Facts(TypedDict, total=False):
+    """A record as it is read, before it is believed."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    asel: int
+    key: Required[CacheKey]
+    cfg: Required[JsonValue]
+    checksum: str
+    environment: Required[dict[str, str]]
+    report: dict[str, JsonValue] | None
+    created: Required[float]
+    seconds: float
+    writer: str
+
+
+_ADAPTER = TypeAdapter(_Facts)
 
 
 def _refuse(constant: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["ATTRIBUTES", "DURATION_BUCKETS_S", "METRICS", "SPANS"]
+from typing import Literal
+
+__all__ = ["ATTRIBUTES", "DURATION_BUCKETS_S", "INSTRUMENTS", "METRICS", "SPANS"]
 
 SPANS = (
     "asel.choose",
@@ -30,6 +32,21 @@ METRICS: dict[str, tuple[str, ...]] = {
     "asel.background.queue": (),
     "asel.telemetry.events": (),
     "asel.telemetry.dropped": ("reason",),
+}
+
+# Metric: its instrument and unit, from which Prometheus' name for it follows. A unit in braces leaves no trace there.
+INSTRUMENTS: dict[str, tuple[Literal["counter", "updowncounter", "histogram"], str]] = {
+    "asel.selections": ("counter", "{selection}"),
+    "asel.choose.duration": ("histogram", "s"),
+    "asel.wait.duration": ("histogram", "s"),
+    "asel.waiters": ("updowncounter", "{caller}"),
+    "asel.tunes.pending": ("updowncounter", "{tune}"),
+    "asel.tune.duration": ("histogram", "s"),
+    "asel.candidate.duration": ("histogram", "s"),
+    "asel.store.duration": ("histogram", "s"),
+    "asel.background.queue": ("updowncounter", "{request}"),
+    "asel.telemetry.events": ("counter", "{event}"),
+    "asel.telemetry.dropped": ("counter", "{event}"),
 }
 
 ATTRIBUTES = (

@@ -1,0 +1,198 @@
+"""Configs as JSON values, and back as what they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import operator
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Generic, Required, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pydantic_core
+from pydantic import AfterValidator, BaseModel, BeforeValidator, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from typing_extensions import TypedDict
+
+from asel.errors import InvalidRequestError
+from asel.kernel import Cfg
+from asel.stores.records import RecordError
+
+__all__ = ["Codec"]
+
+
+class Codec(Generic[Cfg]):
+    """Writes configs as JSON values and reads them again.
+
+    Written by `dumper`, else as the dataclass, pydantic model or plain JSON value they are; read by
+    `loader`, else into `cfg_type`, else left as JSON values.
+    """
+
+    def __init__(
+        self,
+        loader: Callable[[Any], Cfg] | None = None,
+        dumper: Callable[[Cfg], Any] | None = None,
+        cfg_type: Any = None,
+    ) -> None:
+        for name, function in (("loader", loader), ("dumper", dumper)):
+            if function is not None and not callable(function):
+                raise InvalidRequestError(f"PersistentCache: {name}={function!r} must be a function")
+        self._loader = loader
+        self._dumper = dumper
+        self._adapter: TypeAdapter[Any] | None = None
+        if cfg_type is not None:
+            self._adapter = _adapter(cfg_type)
+
+    def dump(self, cfg: Cfg) -> Any:
+        """Return the JSON value of a config.
+
+        Raises:
+            InvalidRequestError: it has none, or would not come back equal.
+        """
+        try:
+            value = json.loads(json.dumps(self._spelt(cfg), allow_nan=False))
+            back = cfg if self._adapter is None or self._loader is not None else self.load(value)
+            fits = type(back) is type(cfg) and bool(back == cfg)
+        except Exception as error:  # a dumper is the user's own, and may raise anything
+            raise _cannot_be_stored(cfg, error) from error
+        if not fits:
+            raise _cannot_be_stored(cfg, f"it would come back as {back!r}")
+        return value
+
+    @property
+    def is_plain(self) -> bool:
+        """True iff what is read stays the JSON value it is."""
+        return self._adapter is None and self._loader is None
+
+    def spells(self, cfg: Cfg, value: Any) -> bool:
+        """Tell whether a JSON value is what this config would be written as."""
+        try:
+            return bool(self.dump(cfg) == value)
+        except InvalidRequestError:
+            return False
+
+    def _spelt(self, cfg: Cfg) -> Any:
+        if self._dumper is not None:
+            return self._dumper(cfg)
+        if self._adapter is None and not dataclasses.is_dataclass(cfg) and not isinstance(cfg, BaseModel):
+            return cfg  # a plain JSON value, or nothing we know
+        return _jsonable(cfg)
+
+    def load(self, value: Any) -> Cfg:
+        """Return the config of a JSON value.
+
+        Raises:
+            RecordError: it does not fit; the message says which field.
+        """
+        if self._loader is not None:
+            try:
+                return self._loader(value)
+            except Exception as error:  # the user's own, which may raise anything
+                raise RecordError(f"the loader refused it: {type(error).__name__}: {error}") from error
+        if self._adapter is None:
+            return value  # type: ignore[no-any-return]
+        try:
+            cfg: Cfg = self._adapter.validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise RecordError(f"{_path(first['loc'])}: {first['msg']}") from error
+        # pydantic leaves out what a type does not know; a field that is gone meant something once.
+        if self._dumper is None and (lost := _lost(value, _jsonable(cfg))) is not None:
+            raise RecordError(f"{_path(lost)}: the config type has no such field")
+        return cfg
+
+
+def _adapter(cfg_type: Any) -> TypeAdapter[Any]:
+    if isinstance(cfg_type, str):
+        raise InvalidRequestError(f"PersistentCache: cfg_type={cfg_type!r} is a string; pass the type itself")
+    try:
+        return TypeAdapter(_readable(cfg_type))
+    except (PydanticUserError, TypeError, NameError) as error:
+        raise InvalidRequestError(f"PersistentCache: cfg_type={cfg_type!r} cannot be read: {error}") from error
+
+
+def _cannot_be_stored(cfg: Any, why: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{cfg!r} cannot be stored: {why}. Pass a dumper and a loader for such configs.")
+
+
+def _jsonable(cfg: Any) -> Any:
+    return pydantic_core.to_jsonable_python(cfg, fallback=_dtype_name)
+
+
+def _path(where: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, where)) or "the config"
+
+
+def _lost(value: Any, known: Any, where: tuple[int | str, ...] = ()) -> tuple[int | str, ...] | None:
+    """Return the first field of `value` that `known` does not have."""
+    if isinstance(value, dict) and isinstance(known, dict):
+        for name, inner in value.items():
+            if name not in known:
+                return (*where, name)
+            if (lost := _lost(inner, known[name], (*where, name))) is not None:
+                return lost
+    if isinstance(value, list) and isinstance(known, list):
+        for index, (inner, other) in enumerate(zip(value, known, strict=False)):
+            if (lost := _lost(inner, other, (*where, index))) is not None:
+                return lost
+    return None
+
+
+# dtypes are common in kernels' configs, and pydantic knows nothing of them.
+
+
+def _dtype_name(value: Any) -> str:
+    try:
+        return str(np.dtype(value).name)
+    except TypeError:
+        raise TypeError(f"{type(value).__name__} has no JSON form") from None
+
+
+def _readable(hint: Any) -> Any:
+    """Return a type as pydantic can read it: with dtypes by name, wherever in it they are."""
+    return _with_dtypes(hint) if _mentions_dtype(hint) else hint
+
+
+def _is_dtype(hint: Any) -> bool:
+    return hint is np.dtype or get_origin(hint) is np.dtype
+
+
+@functools.cache
+def _fields(hint: Any) -> Mapping[str, Any]:
+    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
+        return {}
+    hints = get_type_hints(hint, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(hint) if field.init}
+
+
+def _mentions_dtype(hint: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    if _is_dtype(hint):
+        return True
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return hint not in seen and any(_mentions_dtype(inner, seen | {hint}) for inner in _fields(hint).values())
+    return any(_mentions_dtype(inner, seen) for inner in get_args(hint) if not isinstance(inner, str | int))
+
+
+def _with_dtypes(hint: Any) -> Any:
+    if _is_dtype(hint):
+        return Annotated[Any, BeforeValidator(np.dtype)]
+    if not _mentions_dtype(hint):
+        return hint
+    if isinstance(hint, type):
+        defaults = {f.name for f in dataclasses.fields(hint) if f.default is not f.default_factory}
+        fields = {
+            name: _with_dtypes(inner) if name in defaults else Required[_with_dtypes(inner)]
+            for name, inner in _fields(hint).items()
+        }
+        mirror = TypedDict(hint.__name__, fields, total=False)  # type: ignore[misc]
+        return Annotated[mirror, AfterValidator(lambda facts: hint(**facts))]
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if any(map(_is_dtype, args)):  # as in DTypeLike: whatever else may name a dtype, a dtype comes back
+            args = tuple(arg for arg in args if _is_dtype(arg) or arg is type(None))
+        return functools.reduce(operator.or_, map(_with_dtypes, args))
+    if origin is Annotated:
+        return Annotated[(_with_dtypes(args[0]), *args[1:])]
+    return origin[tuple(_with_dtypes(arg) if arg is not Ellipsis else arg for arg in args)]

@@ -1,0 +1,224 @@
+"""Records in Redis: the fleet's shared store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from anyio.lowlevel import current_token
+
+from asel.errors import InvalidRequestError, StoreError
+from asel.keys import CacheKey
+from asel.stores.protocol import Claim, claiming
+from asel.stores.records import Address, Record, RecordError, Rejected, key_digest, log_rejected
+from asel.stores.scripts import DELETE, FORGET, MEMBERS, PUT, READ, SET_ASIDE, Names, tag
+from asel.stores.targets import Target
+
+if TYPE_CHECKING:
+    from asel.stores.links import KeptLink, Link
+
+__all__ = ["RedisStore"]
+
+_PAGE = 32  # records read at a time: the largest possible are 4 MB each
+
+
+class RedisStore:
+    """Records and claims in a Redis of version 6 or later.
+
+    `url` is `redis://user:password@host:port/db`, or `rediss://` for TLS, with any of `prefix=`, `expire_s=`
+    (how long a record lasts), `timeout_s=` (each exchange with Redis) and, for TLS, `ssl_ca_certs=`,
+    `ssl_certfile=`, `ssl_keyfile=`, `ssl_check_hostname=`, `ssl_cert_reqs=` in its query.
+
+    Within `async with store:` one connection serves all tasks of that event loop; without, each
+    operation makes its own. Connecting is part of an operation, so entering succeeds while Redis is down.
+
+    What is acknowledged is as durable as that Redis is configured to be.
+
+    Raises:
+        InvalidRequestError: the URL cannot be understood, or `coredis` is not installed.
+    """
+
+    def __init__(self, url: str, *, lease_s: float = 15.0, renew_s: float = 5.0) -> None:
+        if not 0 < renew_s < lease_s:
+            raise InvalidRequestError(f"renew_s={renew_s} must be above 0 and below lease_s={lease_s}")
+        self._target = Target.from_url(url)
+        try:
+            from asel.stores import leases, links
+        except ModuleNotFoundError as error:
+            raise InvalidRequestError("a Redis store needs coredis: pip install 'asel[redis]'") from error
+        self._linked, self._keep = links.linked, links.KeptLink
+        self._lease = partial(leases.Lease, lease_s=lease_s, renew_s=renew_s)
+        self._names = Names(self._target.prefix)
+        self._kept: dict[object, KeptLink] = {}
+        self._told: set[tuple[bytes, bytes]] = set()
+        self.on_rejected: Callable[[Rejected], object] = log_rejected
+
+    @property
+    def location(self) -> str:
+        return self._target.location
+
+    def __repr__(self) -> str:
+        return f"RedisStore({self.location!r})"
+
+    async def __aenter__(self) -> RedisStore:
+        kept = self._kept.get(_loop())
+        if kept is None:
+            kept = self._kept[_loop()] = self._keep(self._target)
+        kept.keepers += 1
+        try:
+            await kept.ready()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        kept = self._kept[_loop()]
+        kept.keepers -= 1
+        if kept.keepers == 0:
+            del self._kept[_loop()]
+            await kept.end()
+
+    def _link(self) -> AbstractAsyncContextManager[Link]:
+        kept = self._kept.get(_loop())
+        # Between the first keeper's coming and the link's, there is none to share yet.
+        return nullcontext(kept.link) if kept is not None and kept.is_ready else self._linked(self._target)
+
+    async def get(self, address: Address) -> Record | None:
+        async with self._link() as link:
+            return await self._get(link, address)
+
+    async def _get(self, link: Link, address: Address) -> Record | None:
+        _, record = await self._look(link, address)
+        return record
+
+    async def _look(self, link: Link, address: Address) -> tuple[Any, Record | None]:
+        [found] = await link.run(READ, [self._names.record(address)])
+        return found, await self._believe(link, address.digest.encode(), found, address.key)
+
+    async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
+        text, address, names = record.to_json(), record.address, self._names
+        digest, bad = address.digest.encode(), b""
+        index = names.index(address.key_digest)
+        expire_ms = round((self._target.expire_s or 0) * 1000)
+        async with self._link() as link:
+            for _ in range(8):  # it takes somebody who keeps writing nonsense to come back here
+                keys = [names.record(address), index, names.lease(address), names.set_aside(digest, bad)]
+                keys.append(names.set_aside(address.key_digest.encode(), b"key"))
+                token = claim.token if claim is not None else ""
+                found = await link.run(
+                    PUT, keys, text, digest, int(replace), token, expire_ms, bad, names.wake(address)
+                )
+                if found is None:
+                    return record
+                try:
+                    return _read(found, digest)
+                except RecordError as error:
+                    self._tell(digest, str(error), address.key)
+                    bad = tag(found)
+        raise StoreError(f"somebody keeps writing what is no record to {self.location}", location=self.location)
+
+    async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
+        keys = [self._names.record(address), self._names.index(address.key_digest)]
+        async with self._link() as link:
+            found, record = await self._look(link, address)
+            if record is None or record != (expected or record):
+                return False
+            tagged = tag(found) if expected is not None else b""
+            # Sent once: a second time it would find nothing, and say that it did nothing.
+            return bool(await link.run(DELETE, keys, tagged, address.digest, once=True))
+
+    @asynccontextmanager
+    async def claim(self, address: Address, *, wait_s: float = 0.0) -> AsyncIterator[Claim]:
+        async with self._link() as link:
+            lease = self._lease(link, self._names, address)
+            async with claiming(lease.attempt, partial(self._get, link, address), lease.pause, wait_s) as claim:
+                lease.hush()
+                if not claim.held:
+                    yield claim
+                    return
+                claim.token = lease.token
+                async with lease.renewed(claim):
+                    yield claim
+
+    async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
+        # No link is held while the reader has a record in hand: it may never come back for the next.
+        seen: set[bytes] = set()
+        cursor: bytes | None = b"0"
+        while cursor is not None:
+            cursor, digests = await self._digests(key, cursor)
+            fresh = [digest for digest in dict.fromkeys(digests) if digest not in seen]
+            seen.update(fresh)
+            for start in range(0, len(fresh), _PAGE):
+                for record in await self._page(fresh[start : start + _PAGE], key):
+                    yield record
+
+    async def _digests(self, key: CacheKey | None, cursor: bytes) -> tuple[bytes | None, list[bytes]]:
+        """Return some digests, and where to go on, if there are more."""
+        start = self._names.records
+        async with self._link() as link:
+            if key is not None:
+                return None, await link.run(MEMBERS, [self._names.index(key_digest(key))])
+            cursor, names = await link.call(b"SCAN", cursor, b"MATCH", start + b"*", b"COUNT", 512)
+        return None if cursor == b"0" else cursor, [name.removeprefix(start) for name in names]
+
+    async def _page(self, digests: list[bytes], key: CacheKey | None) -> list[Record]:
+        names = self._names
+        keys = [names.records + digest for digest in digests]
+        records = []
+        async with self._link() as link:
+            found = dict(zip(digests, await link.run(READ, keys), strict=True))
+            gone = [digest for digest in digests if found[digest] is None]
+            if gone and key is not None:  # expired, most likely
+                index = names.index(key_digest(key))
+                await _if_possible(link.run(FORGET, [index, *(names.records + digest for digest in gone)], *gone))
+            for digest in digests:
+                record = await self._believe(link, digest, found[digest], key)
+                if record is not None:
+                    records.append(record)
+        return records
+
+    async def _believe(self, link: Link, digest: bytes, found: Any, key: CacheKey | None) -> Record | None:
+        """Return the record that was found; what is none is set aside, and told."""
+        if found is None:
+            return None
+        try:
+            return _read(found, digest)
+        except RecordError as error:
+            reason = str(error)
+        names, tagged = self._names, tag(found)
+        keys = [names.records + digest, names.index_of(digest), names.set_aside(digest, tagged)]
+        did = await _if_possible(link.run(SET_ASIDE, keys, tagged, digest))
+        if did is None and (digest, tagged) not in self._told:  # a read-only Redis: it is found again each time
+            self._told.add((digest, tagged))
+            did = 1
+        if did:  # where somebody else did it, they tell
+            self._tell(digest, reason, key)
+        return None
+
+    def _tell(self, digest: bytes, reason: str, key: CacheKey | None) -> None:
+        where = f"{(self._names.records + digest).decode(errors='replace')} in {self.location}"
+        self.on_rejected(Rejected(where, reason, key))
+
+
+def _loop() -> object:
+    return current_token().native_token
+
+
+def _read(found: Any, digest: bytes) -> Record:
+    if not isinstance(found, bytes):
+        kind, size = found
+        raise RecordError(f"it is a {kind.decode()}" + (f" of {size:,} bytes" if size else "") + ", and no record")
+    record = Record.from_json(found)
+    if record.address.digest.encode() != digest:
+        raise RecordError("it is the record of another address")
+    return record
+
+
+async def _if_possible(doing: Awaitable[Any]) -> Any:
+    try:
+        return await doing
+    except StoreError:
+        return None

@@ -1,0 +1,190 @@
+"""What Redis is asked to do in one step each, and under which names it keeps things.
+
+A script runs without interruption, so what it looks at cannot change before it acts. Nothing is undone
+when one fails half-way: whatever may be refused (for lack of memory, say) comes before what must not stand alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from asel.stores.records import MOST_BYTES, SCHEMA, Address
+
+__all__ = [
+    "ACQUIRE",
+    "DELETE",
+    "FORGET",
+    "MEMBERS",
+    "PUT",
+    "READ",
+    "RELEASE",
+    "RENEW",
+    "SET_ASIDE",
+    "Names",
+    "Script",
+    "tag",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua script and the name Redis knows it by."""
+
+    text: str
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha", hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest())
+
+
+class Names:
+    """The keys of one prefix; another version of the schema has others."""
+
+    def __init__(self, prefix: str) -> None:
+        self._root = f"{prefix}:{SCHEMA}:"
+        self.records = self._name("record", "")
+
+    def _name(self, kind: str, of: str) -> bytes:
+        return f"{self._root}{kind}:{of}".encode()
+
+    def record(self, address: Address) -> bytes:
+        return self.records + address.digest.encode()
+
+    def index(self, key_digest: str) -> bytes:
+        """The digests of the addresses that one key has records for."""
+        return self._name("key", key_digest)
+
+    def index_of(self, digest: bytes) -> bytes:
+        return self._name("key", "") + digest.partition(b".")[0]
+
+    def lease(self, address: Address) -> bytes:
+        return self._name("lease", address.digest)
+
+    def wake(self, address: Address) -> bytes:
+        """The channel on which waiters hear that it is worth looking again."""
+        return self._name("wake", address.digest)
+
+    def set_aside(self, digest: bytes, tag: bytes) -> bytes:
+        return self._name("set-aside", "") + digest + b":" + tag[:16]
+
+
+def tag(found: Any) -> bytes:
+    """Return what the scripts' `tag` says of the same thing."""
+    if isinstance(found, bytes):
+        return hashlib.sha1(found, usedforsecurity=False).hexdigest().encode()
+    kind, size = found
+    return b"%b:%d" % (kind, size)
+
+
+# `look` gives a record's text; of what cannot be one, its type and size, so that it is never sent.
+_LOOK = f"""
+local function look(key)
+  local kind = redis.call('TYPE', key).ok
+  if kind == 'none' then return false end
+  if kind ~= 'string' then return {{kind, 0}} end
+  local size = redis.call('STRLEN', key)
+  if size > {MOST_BYTES} then return {{kind, size}} end
+  return redis.call('GET', key)
+end
+local function tag(found)
+  if type(found) == 'table' then return found[1] .. ':' .. found[2] end
+  return redis.sha1hex(found)
+end
+local function is(key, text)
+  return redis.call('TYPE', key).ok == 'string' and redis.call('GET', key) == text
+end
+"""
+
+READ = Script(
+    _LOOK
+    + """
+local found = {}
+for i, key in ipairs(KEYS) do found[i] = look(key) end
+return found
+"""
+)
+
+# Returns what is stored instead, or nothing if ours is.
+PUT = Script(
+    _LOOK
+    + """
+local record, index, lease, aside, index_aside = unpack(KEYS)
+local text, digest, replace, token, expire_ms, bad, wake = unpack(ARGV)
+local found, expire = look(record), tonumber(expire_ms)
+local set_aside = found and bad ~= '' and tag(found) == bad
+if found and not set_aside then
+  if replace == '0' or (token ~= '' and not is(lease, token)) then return found end
+end
+local kind = redis.call('TYPE', index).ok
+if kind ~= 'none' and kind ~= 'set' then redis.call('RENAME', index, index_aside) end
+local left = redis.call('PTTL', index)
+redis.call('SADD', index, digest)
+-- The index lasts as long as the last of its records.
+if expire == 0 then redis.call('PERSIST', index)
+elseif left == -2 or (left >= 0 and left < expire) then redis.call('PEXPIRE', index, expire) end
+if set_aside then redis.call('RENAME', record, aside) end
+if expire == 0 then redis.call('SET', record, text)
+else redis.call('SET', record, text, 'PX', expire) end
+redis.call('PUBLISH', wake, 'stored')
+return false
+"""
+)
+
+SET_ASIDE = Script(
+    _LOOK
+    + """
+local found = look(KEYS[1])
+if not found or tag(found) ~= ARGV[1] then return 0 end
+redis.call('RENAME', KEYS[1], KEYS[3])
+if redis.call('TYPE', KEYS[2]).ok == 'set' then redis.call('SREM', KEYS[2], ARGV[2]) end
+return 1
+"""
+)
+
+DELETE = Script(
+    _LOOK
+    + """
+local found = look(KEYS[1])
+if not found or (ARGV[1] ~= '' and tag(found) ~= ARGV[1]) then return 0 end
+redis.call('DEL', KEYS[1])
+if redis.call('TYPE', KEYS[2]).ok == 'set' then redis.call('SREM', KEYS[2], ARGV[2]) end
+return 1
+"""
+)
+
+MEMBERS = Script("return redis.call('TYPE', KEYS[1]).ok == 'set' and redis.call('SMEMBERS', KEYS[1]) or {}")
+
+# Takes those digests out of an index whose records are gone.
+FORGET = Script("""
+if redis.call('TYPE', KEYS[1]).ok ~= 'set' then return 0 end
+for i, digest in ipairs(ARGV) do
+  if redis.call('EXISTS', KEYS[i + 1]) == 0 then redis.call('SREM', KEYS[1], digest) end
+end
+return 0
+""")
+
+# Returns 0 once the lease is the token's, else for how many milliseconds it is another's. Asking again with
+# one's own token is no mistake: the first answer may have been lost. A lease without an end is none of ours.
+ACQUIRE = Script(
+    _LOOK
+    + """
+local left = redis.call('PTTL', KEYS[1])
+if left >= 0 and not is(KEYS[1], ARGV[1]) then return math.max(left, 1) end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 0
+"""
+)
+
+RENEW = Script(_LOOK + "return is(KEYS[1], ARGV[1]) and redis.call('PEXPIRE', KEYS[1], ARGV[2]) or 0")
+
+RELEASE = Script(
+    _LOOK
+    + """
+if not is(KEYS[1], ARGV[1]) then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('PUBLISH', ARGV[2], 'released')
+return 1
+"""
+)

@@ -1,0 +1,202 @@
+"""What keeping records costs, beside ejKernel's PersistentCache: `python tests/benchmarks/stores.py`.
+
+Puts and gets with few and with many records, a start with 10,000 of them, and a fleet's cold start.
+Exits with 1 if a budget is exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import anyio
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from fleet import Fleet
+from redis_server import RedisServer
+
+from asel.keys import CacheKey
+from asel.stores import open_store
+from asel.stores.records import Record
+
+SIZES = (10, 1_000, 10_000, 100_000)
+FLEETS = (1, 2, 4, 8)
+# A put costs the same with few records and with many.
+MOST_GROWTH = 1.5
+# As large as the record of a tune of 24 candidates.
+OUTCOMES = [{"cfg": {"m": n, "n": n}, "median_s": 1e-3, "samples_s": [1e-3] * 10} for n in range(24)]
+
+
+def record(number: int) -> Record:
+    return Record(
+        key=CacheKey("cpu", "matmul@v1", f"{number:064x}"),
+        cfg={"m": number, "n": 128},
+        checksum="c" * 64,
+        environment={"jax": "0.10.2", "jaxlib": "0.10.2"},
+        report={"outcomes": OUTCOMES},
+        created=1.7e9,
+        seconds=2.5,
+    )
+
+
+async def fill(store: Any, size: int) -> None:
+    """Put records without waiting for the disk: nobody times these."""
+    with patch.object(os, "fsync", lambda file: None):
+        for start in range(0, size, 1000):
+            async with anyio.create_task_group() as tasks:
+                for number in range(start, min(start + 1000, size)):
+                    tasks.start_soon(store.put, record(number))
+
+
+async def each(step: Callable[[int], Any], numbers: range) -> float:
+    """Return the median seconds of an awaited step."""
+    taken = []
+    for number in numbers:
+        start = perf_counter()
+        await step(number)
+        taken.append(perf_counter() - start)
+    return median(taken)
+
+
+async def put_and_get(location: str, size: int, count: int) -> tuple[float, float]:
+    store = open_store(location)
+    await fill(store, size)
+    await store.get(record(0).address)
+    puts = await each(lambda number: store.put(record(number)), range(size, size + count))
+    return puts, await each(lambda number: store.get(record(number).address), range(size, size + count))
+
+
+def ejkernel_put_and_get(path: str, size: int, count: int) -> tuple[float, float]:
+    from ejkernel.ops import PersistentCache
+
+    cache = PersistentCache("matmul", path)
+    cache._data = {f"cpu|matmul@v1|{number:064x}": {"m": number, "n": 128} for number in range(size)}
+
+    async def put(number: int) -> None:
+        cache.put("cpu", "matmul@v1", f"{number:064x}", {"m": number, "n": 128})
+
+    async def get(number: int) -> None:
+        cache.get("cpu", "matmul@v1", f"{number:064x}")
+
+    async def both() -> tuple[float, float]:
+        return await each(put, range(size, size + count)), await each(get, range(size, size + count))
+
+    return anyio.run(both)
+
+
+def compare_costs(sizes: tuple[int, ...]) -> tuple[Table, bool]:
+    table = Table("store", "operation", title="A record of 24 outcomes; ejKernel stores the config alone", box=SIMPLE)
+    for size in sizes:
+        table.add_column(f"{size:,}", justify="right")
+    table.add_column("budget", justify="right")
+    table.add_column("")
+    rows: dict[str, list[tuple[float, float]]] = {"directory": [], "document": [], "redis": [], "ejKernel": []}
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder, RedisServer() as redis:
+            rows["directory"].append(anyio.run(put_and_get, f"{folder}/cache", size, 300))
+            rows["redis"].append(anyio.run(put_and_get, redis.url(), size, 300))
+            if size <= 10_000:  # each put rewrites the whole file
+                rows["document"].append(anyio.run(put_and_get, f"{folder}/c.json", size, 20))
+            rows["ejKernel"].append(ejkernel_put_and_get(f"{folder}/e.json", size, 5 if size > 10_000 else 20))
+    kept = True
+    for name, costs in rows.items():
+        for index, operation in enumerate(("put", "get")):
+            cells = [f"{cost[index] * 1e3:,.3f} ms" for cost in costs] + [""] * (len(sizes) - len(costs))
+            budget, mark = "", ""
+            if name == "directory" and operation == "put":
+                growth = costs[-1][0] / costs[0][0]
+                ok = growth <= MOST_GROWTH
+                kept, budget = kept and ok, f"{growth:.2f}x <= {MOST_GROWTH:g}x"
+                mark = "[green]ok" if ok else "[bold red]OVER"
+            table.add_row(name, operation, *cells, budget, mark)
+    return table, kept
+
+
+def floor_s(folder: str) -> float:
+    """Return what the file system itself takes: a file written, synced and linked, and its directory synced."""
+    directory = os.open(folder, os.O_RDONLY)
+    taken = []
+    for number in range(300):
+        start = perf_counter()
+        path = f"{folder}/{number}"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.write(file, b"x" * 5000)
+        os.fsync(file)
+        os.close(file)
+        os.link(path, f"{path}.json")
+        os.fsync(directory)
+        os.unlink(path)
+        taken.append(perf_counter() - start)
+    os.close(directory)
+    return median(taken)
+
+
+def time_starts(size: int) -> Table:
+    """Return what the first answer costs a process that finds so many records."""
+    table = Table("store", f"first get of {size:,} records", box=SIMPLE)
+
+    async def first(location: str) -> float:
+        start = perf_counter()
+        assert await open_store(location).get(record(size // 2).address) is not None
+        return perf_counter() - start
+
+    with tempfile.TemporaryDirectory() as folder, RedisServer() as redis:
+        for name, location in {
+            "directory": f"{folder}/c",
+            "document": f"{folder}/c.json",
+            "redis": redis.url(),
+        }.items():
+            anyio.run(lambda location=location: fill(open_store(location), size))
+            table.add_row(name, f"{anyio.run(first, location) * 1e3:,.2f} ms")
+    return table
+
+
+def time_fleets() -> tuple[Table, bool]:
+    table = Table("store", "processes", "tunes", "seconds until all have an answer", "", box=SIMPLE)
+    kept = True
+    for size in FLEETS:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            redis = stack.enter_context(RedisServer())
+            for name, location in {"directory": f"{folder}/c", "redis": redis.url()}.items():
+                log = Path(folder) / f"{name}.log"
+                with Fleet(location, log, size, "--sample-s", "0.3") as fleet:
+                    start = perf_counter()
+                    answers = fleet.answers()
+                    taken = perf_counter() - start
+                    tunes = len(fleet.tuners)
+                ok = tunes == 1 and len({str(answer.cfg) for answer in answers}) == 1
+                kept = kept and ok
+                table.add_row(name, str(size), str(tunes), f"{taken:.2f}", "[green]ok" if ok else "[bold red]OVER")
+    return table, kept
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time stores beside ejKernel's.")
+    parser.add_argument("--quick", action="store_true", help="at most 10,000 records")
+    sizes = SIZES[:-1] if parser.parse_args().quick else SIZES
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    with tempfile.TemporaryDirectory() as folder:
+        console.print(f"The file system's floor for a durable file: {floor_s(folder) * 1e3:.3f} ms")
+    costs, cheap = compare_costs(sizes)
+    console.print(costs)
+    console.print(time_starts(10_000))
+    fleets, one_tune = time_fleets()
+    console.print(fleets)
+    return 0 if cheap and one_tune else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
