@@ -16,6 +16,7 @@ from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, NoConfigError
 from asel.calls import Asked, asking
 from asel.events import CacheHit, ClaimWait
 from asel.keys import CacheKey
+from asel.loop import LoopHandle
 from asel.telemetry import OpenTelemetrySink, Pipeline
 from asel.telemetry.names import ATTRIBUTES, SPANS
 from asel.testing import CapturedTelemetry
@@ -241,6 +242,7 @@ async def test_a_claim_that_ended_with_anothers_record_is_under_the_call():
     """There is no tune in this process to put it under."""
     captured = CapturedTelemetry()
     [tap] = captured.sinks
+    tap.watch(LoopHandle(), None)
     with captured.tracer.start_as_current_span("request"):
         asking.set(Asked(-1, 0.0))
         inside = copy_context()
