@@ -1,5 +1,7 @@
 """Which configuration should this kernel run with, here and now?"""
 
+import logging
+
 from asel.answers import Explanation, Selection
 from asel.buckets import powers_of_two
 from asel.cache import ConfigCache, overlay_cache
@@ -67,3 +69,6 @@ __all__ = [
     "record_invocation",
     "warm_up",
 ]
+
+# Silent until the application asks: without this, Python prints a library's warnings by itself.
+logging.getLogger("asel").addHandler(logging.NullHandler())

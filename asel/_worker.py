@@ -20,33 +20,38 @@ def main() -> None:
     sys.path[:] = [*sys.argv[1:], *(path for path in sys.path if path not in sys.argv[1:])]
     candidates: dict[int, Any] = {}
     while (request := _read(requests)) is not None:
-        command, candidate, payload, forgotten = pickle.loads(request)
+        command, candidate, forgotten = pickle.loads(request[0])
         for old in forgotten:
             candidates.pop(old, None)
         try:
-            answer = ("ok", _answer(candidates, command, candidate, payload))
+            answer = ("ok", _answer(candidates, command, candidate, request[1:]))
         except Exception as error:  # a candidate's failure is an answer like any other
             answer = ("error", (type(error).__name__, str(error)))
         message = pickle.dumps(answer)
         answers.write(_HEADER.pack(len(message)) + message)
 
 
-def _read(stream: BinaryIO) -> bytes | None:
-    header = _exactly(stream, _HEADER.size)
-    return None if header is None else _exactly(stream, _HEADER.unpack(header)[0])
+def _read(stream: BinaryIO) -> list[bytearray] | None:
+    """Return the frames of a request, or None where the input ends."""
+    try:
+        (count,) = _HEADER.unpack(_exactly(stream, _HEADER.size))
+        sizes = [_HEADER.unpack(_exactly(stream, _HEADER.size))[0] for _ in range(count)]
+        return [_exactly(stream, size) for size in sizes]
+    except EOFError:
+        return None
 
 
-def _exactly(stream: BinaryIO, count: int) -> bytes | None:
+def _exactly(stream: BinaryIO, count: int) -> bytearray:
     data = bytearray()
     while len(data) < count:
         chunk = stream.read(count - len(data))
         if not chunk:
-            return None
+            raise EOFError
         data += chunk
-    return bytes(data)
+    return data
 
 
-def _answer(candidates: dict[int, Any], command: str, candidate: int, payload: bytes) -> Any:
+def _answer(candidates: dict[int, Any], command: str, candidate: int, payload: list[bytearray]) -> Any:
     from asel.benchmark import LEAST_SAMPLE_S, Program, Timing
 
     if command == "hello":
@@ -66,13 +71,13 @@ def _answer(candidates: dict[int, Any], command: str, candidate: int, payload: b
     raise ValueError(f"unknown command {command!r}")
 
 
-def _unpacked(payload: bytes) -> Any:
+def _unpacked(payload: list[bytearray]) -> Any:
     import jax
 
     from asel.measure import Trial
     from asel.signatures import is_numeric
 
-    cfg, fn, args, kwargs, objective, settings, (platform, number) = pickle.loads(payload)
+    cfg, fn, args, kwargs, objective, settings, (platform, number) = pickle.loads(payload[0], buffers=payload[1:])
     device = next((d for d in jax.devices(platform) if d.id == number), None) if platform else None
     leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
     placed = [jax.device_put(leaf, device) if is_numeric(leaf) else leaf for leaf in leaves]

@@ -28,6 +28,7 @@ __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "con
 # A sample this long is far above the timer's noise and the cost of dispatching one run.
 LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
+_BREATH_S = 250e-6
 # What JAX raises when a function needs the values of what it is traced with.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -86,7 +87,10 @@ class Program:
                 given = iter(values)
                 merged = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, dynamic, strict=True)]
                 args, kwargs = jax.tree_util.tree_unflatten(structure, merged)
-                return trial.fn(*args, **kwargs)
+                _breathe()
+                outputs = trial.fn(*args, **kwargs)
+                _breathe()
+                return outputs
 
             self._arrays = arrays
             self._forward = forward
@@ -201,15 +205,32 @@ def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tu
     if objective == "forward+backward" and (backward := _with_backward(forward, arrays)) is not None:
         try:
             if _has_gradient(forward, arrays):
-                return "forward+backward", jax.jit(backward).lower(*arrays)
+                return "forward+backward", _lowered(backward, arrays)
         except Exception as error:
             # Whatever it is, the forward pass tells if it matters; `how` tells that the backward is missing.
             logger.debug("not differentiated: %s", error)
     try:
-        return "forward", jax.jit(forward).lower(*arrays)
+        return "forward", _lowered(forward, arrays)
     except _NEEDS_VALUES:
         jax.block_until_ready(forward(*_copies(arrays)))  # type: ignore[no-untyped-call]
         return "eager", None
+
+
+def _lowered(function: Callable[..., Any], arrays: list[Any]) -> Any:
+    traced = jax.jit(function).trace(*arrays)
+    _breathe()
+    lowered = traced.lower()
+    _breathe()
+    return lowered
+
+
+def _breathe() -> None:
+    """Let go of the interpreter for a moment, so that the event loop has its turn.
+
+    Tracing and lowering hold it for 15 to 25 ms a candidate. The loop gets it from a thread that does not
+    let go only by waiting 5 ms for it, and asyncio has to twice before a task that slept is awake.
+    """
+    time.sleep(_BREATH_S)
 
 
 def _fingerprint(how: How, lowered: Any) -> str | None:

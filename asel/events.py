@@ -60,6 +60,7 @@ __all__ = [
     "StoreFailed",
     "StoreRead",
     "StoreRecovered",
+    "StoreRetry",
     "WinnerFailed",
 ]
 
@@ -396,7 +397,7 @@ class StoreRecovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFailed(Event):
-    """The store did not answer; its tier declined."""
+    """The store stopped answering; its tier declined. Told once for each outage."""
 
     name: ClassVar[str] = "store_error"
     severity: ClassVar[Severity] = "warning"
@@ -408,6 +409,14 @@ class StoreFailed(Event):
     def of(cls, key: CacheKey, operation: str, start: float, end: float, error: Exception) -> StoreFailed:
         kind = type(error).__name__
         return cls(key=key, start=start, end=end, operation=operation, error_type=kind, message=str(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRetry(StoreFailed):
+    """The store was tried again after a rest, and failed again."""
+
+    name: ClassVar[str] = "store_retry"
+    severity: ClassVar[Severity] = "debug"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

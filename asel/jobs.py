@@ -16,11 +16,12 @@ from asel.events import CandidateFailed, CandidateMeasured, CandidateSkipped, Ev
 from asel.kernel import Cfg
 from asel.keys import CacheKey, Objective, config_form
 from asel.measure import How, Sampler, Trial
+from asel.meter import Meter
 from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport
-from asel.strategies import Board
+from asel.strategies import Board, level
 from asel.threads import Busy
 
-__all__ = ["Runner", "TuneJob", "groups_of", "report_on", "sentence", "timings_in"]
+__all__ = ["Runner", "TuneJob", "by_way", "groups_of", "report_on", "sentence", "timings_in"]
 
 _NO_KEY = CacheKey("", "", "")
 _BEST_TO_WORST: tuple[How, ...] = ("forward+backward", "forward", "eager")
@@ -67,8 +68,7 @@ class TuneJob(Generic[Cfg]):
     """The outputs that every candidate's are compared with, where outputs are checked."""
     steps: dict[tuple[int, str], Interval] = field(default_factory=dict)
     """When each candidate was compiled, and when it was measured: from its first sample to its last."""
-    spent_s: float = 0.0
-    """Compiling and measuring; waiting for one's turn is free."""
+    meter: Meter = field(default_factory=Meter)
     seconds: float = 0.0
     report: TuneReport[Cfg] | None = None
     left_behind: list[Busy] = field(default_factory=list)
@@ -123,10 +123,25 @@ class TuneJob(Generic[Cfg]):
 
     @property
     def reused(self) -> list[int]:
-        """The candidates whose earlier timings stand in for new ones."""
+        """The candidates whose earlier timings stand in for new ones: those timed as the incumbent was."""
         if self.incumbent is None or self.incumbent not in self.known:
             return []
-        return [index for index in self.known if index != self.incumbent]
+        how = self.known[self.incumbent].how
+        return [i for i, earlier in self.known.items() if i != self.incumbent and earlier.how == how]
+
+    @property
+    def yardstick_is_lost(self) -> bool:
+        """Whether the incumbent, which earlier timings are held against, failed or is not timed as it was."""
+        if not self.reused:
+            return False
+        assert self.incumbent is not None
+        then, runner = self.known[self.incumbent], self.runners.get(self.incumbent)
+        return runner is None or runner.how != then.how or not level(then.samples_s)
+
+    @property
+    def spent_s(self) -> float:
+        """The time in which at least one candidate was compiled or measured; waiting for one's turn is free."""
+        return self.meter.seconds
 
     @property
     def is_broke(self) -> bool:
@@ -219,11 +234,7 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
         _settle_alias(job, index, first)
     for index in range(len(job.candidates)):
         if index not in job.outcomes:
-            reused = index in job.reused
-            why = "a group of higher priority had a success"
-            if reused:
-                why = "its earlier timing has nothing to be held against"
-            job.skip(index, why)
+            job.skip(index, "a group of higher priority had a success")
     outcomes = tuple(job.outcomes[i] for i in range(len(job.candidates)))
     if board is None or not comparable:
         raise _all_failed(job, outcomes)
@@ -250,21 +261,19 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
 
 
 def _margin(board: Board, winner: int, incumbent: int | None) -> float:
-    if incumbent is None or board.median(incumbent) == 0:
+    if incumbent is None or board.level(incumbent) == 0:
         return 0.0
-    return 1 - board.median(winner) / board.median(incumbent)
+    return 1 - board.level(winner) / board.level(incumbent)
 
 
 def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
-    """Put earlier timings on the board, in today's terms; return whose they are."""
-    board = job.board
-    if board is None or job.incumbent not in comparable:
+    """Put earlier timings on the board, in today's terms; return those that may win, as the incumbent may."""
+    board, incumbent = job.board, job.incumbent
+    if board is None or incumbent is None or not job.reused or not board.samples.get(incumbent):
         return []
-    then, how = job.known.get(job.incumbent), job.runners[job.incumbent].how
-    if then is None or then.how != how or not then.median_s:
-        return []
-    ratio = board.median(job.incumbent) / then.median_s
-    reused = [i for i in job.reused if job.known[i].how == how and i not in job.outcomes]
+    then = job.known[incumbent]
+    ratio = board.level(incumbent) / level(then.samples_s)
+    reused = [i for i in job.reused if i not in job.outcomes]
     for index in reused:
         earlier = job.known[index]
         board.samples[index] = [seconds * ratio for seconds in earlier.samples_s]
@@ -277,15 +286,19 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
             alias_of=None,
             reused=True,
         )
-    return reused
+    return reused if incumbent in comparable else []
+
+
+def by_way(job: TuneJob[Any], indices: Sequence[int]) -> list[list[int]]:
+    """Return compiled candidates grouped by how they are timed, the best way first."""
+    groups = [[i for i in indices if job.runners[i].how == how] for how in _BEST_TO_WORST]
+    return [group for group in groups if group]
 
 
 def _comparable(job: TuneJob[Any]) -> list[int]:
     """Return the measured candidates that were timed in the best way any was: only they may win."""
-    measured = [] if job.board is None else [i for i in job.board.measured if i in job.runners]
-    ways = {job.runners[i].how for i in measured}
-    best = next((how for how in _BEST_TO_WORST if how in ways), None)
-    return [i for i in measured if job.runners[i].how == best]
+    measured = [] if job.board is None else [i for i in job.runners if job.board.samples.get(i)]
+    return next(iter(by_way(job, measured)), [])
 
 
 def _settle_alias(job: TuneJob[Cfg], index: int, first: int) -> None:

@@ -17,7 +17,7 @@ import anyio
 
 from asel.cache import ConfigCache
 from asel.errors import InvalidRequestError, StoreError
-from asel.events import ClaimWait, FanOut, Persisted, RecordRejected, StoreFailed, StoreRead, StoreRecovered
+from asel.events import ClaimWait, FanOut, Persisted, RecordRejected, StoreFailed, StoreRead, StoreRecovered, StoreRetry
 from asel.kernel import Cfg
 from asel.keys import CacheKey
 from asel.outcomes import TuneReport
@@ -30,8 +30,6 @@ __all__ = ["Keeper"]
 Operation = Literal["get", "put", "claim"]
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0
 _MOST_UNSAVED = 10_000
-# A claim that took less was not waited for.
-_NO_WAIT_S = 0.01
 
 
 @dataclass(slots=True)
@@ -79,7 +77,8 @@ class _Health:
         self._troubles[operation] = _Trouble(_in_words(error), rest_s, now + rest_s)
         if was_well:
             self._since = start
-            self._events(StoreFailed.of(key, operation, start, now, error))
+        kind = StoreFailed if was_well else StoreRetry
+        self._events(kind.of(key, operation, start, now, error))
 
     def worked(self, operation: Operation, key: CacheKey) -> None:
         over = [self._troubles.pop(operation, None)]
@@ -167,7 +166,7 @@ class Keeper(Generic[Cfg]):
         `on_wait` is called where another process holds it and `wait_s` allows to wait.
         """
         claim, start, stack = Claim(), self._events.now(), AsyncExitStack()
-        if self._health.why_not("claim") is None:
+        if self._place.has_claims and self._health.why_not("claim") is None:
             try:
                 claim = await self._claimed(stack, sought, wait_s, on_wait)
                 self._health.worked("claim", sought.key)
@@ -205,12 +204,11 @@ class Keeper(Generic[Cfg]):
         return None if claim.record is None else self._place.read(claim.record, sought)
 
     def _tell_wait(self, key: CacheKey, claim: Claim, start: float) -> None:
-        waited_s = self._events.now() - start
-        if not claim.held or waited_s >= _NO_WAIT_S:
-            outcome: Literal["record", "held", "timed_out"] = "held" if claim.held else "timed_out"
-            if claim.record is not None:
-                outcome = "record"
-            self._events(ClaimWait(key=key, start=start, end=start + waited_s, waited_s=waited_s, outcome=outcome))
+        now = self._events.now()
+        outcome: Literal["record", "held", "timed_out"] = "held" if claim.held else "timed_out"
+        if claim.record is not None:
+            outcome = "record"
+        self._events(ClaimWait(key=key, start=start, end=now, waited_s=now - start, outcome=outcome))
 
     async def keep(
         self,

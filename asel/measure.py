@@ -20,9 +20,10 @@ How = Literal["forward+backward", "forward", "eager"]
 class Sampler(Protocol):
     """Runs the candidate, alone on its device, and returns the seconds one run took.
 
-    May also have `how`, where that is not the trial's objective; `ready()`, awaited before each sample
-    and never timed; `outputs()`, what a run returns, on the host; and `release()`, called when the
-    candidate is out of the race.
+    May also have `how`, where that is not the trial's objective; `turn()`, an async context manager
+    around each step, in which to wait for what others hold: that wait is not timed; `ready()`, awaited
+    before each sample as a step of its own; `outputs()`, what a run returns, on the host; and
+    `release()`, called when the candidate is out of the race.
     """
 
     def __call__(self) -> Awaitable[float]: ...
@@ -57,7 +58,8 @@ class Measure(Protocol):
     """Makes a candidate ready to be timed. Whatever it raises is that candidate's outcome.
 
     May also have `lower(trial)`, returning a `Lowered`, so that equal programs are compiled once;
-    `ready()`, awaited before each compile and never timed; and `aclose()`, when no more is to come.
+    `turn()`, an async context manager that waits, untimed, and gives the measure to compile with; and
+    `aclose()`, when no more is to come.
     """
 
     async def compile(self, trial: Trial[Any]) -> Sampler: ...

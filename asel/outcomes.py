@@ -29,7 +29,7 @@ class Measured(Generic[Cfg]):
     alias_of: Cfg | None = None
     """The candidate with the same program, whose samples these are."""
     eliminated: int | None = None
-    """The round after which it was out of the race; None for a finalist."""
+    """The round after which it was out of the race, 0 for its warm-up; None for a finalist."""
     reused: bool = False
     """Measured by an earlier tune of the same key; the incumbent's new timing puts it in today's terms."""
 
@@ -81,7 +81,7 @@ class TuneReport(Generic[Cfg]):
     objective: Objective = "forward"
     incumbent: Cfg | None = None
     noise: float = 0.0
-    """How far apart two medians may be and still be a tie, as a fraction."""
+    """How far apart two may be and still be a tie, as a fraction."""
     margin: float = 0.0
     """By how much of the incumbent's time the winner is faster."""
     tune_budget_s: float | None = None
@@ -146,9 +146,12 @@ def _against(report: TuneReport[Any]) -> str:
 def _marks(report: TuneReport[Any], outcome: Measured[Any]) -> list[str]:
     marks = ["winner"] if outcome.cfg == report.winner else []
     marks += ["incumbent"] if outcome.cfg == report.incumbent else []
-    marks += [f"out in round {outcome.eliminated}"] if outcome.eliminated is not None else []
+    if outcome.eliminated is not None:
+        marks.append(f"out in round {outcome.eliminated}" if outcome.eliminated else "out at its warm-up")
     marks += [f"same program as {outcome.alias_of}"] if outcome.alias_of is not None else []
     marks += ["timed earlier"] if outcome.reused else []
+    if report.best is not None and outcome.how != report.best.how:
+        return [*marks, f"timed {outcome.how}, so not ranked"]
     return marks + ([f"timed {outcome.how}"] if outcome.how != report.objective else [])
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol
 
@@ -54,6 +54,9 @@ class Stored(Generic[Cfg]):
 class Persistence(Protocol[Cfg]):
     """A place where answers outlive the process."""
 
+    has_claims: bool
+    """Whether processes that share it can agree who tunes."""
+
     async def find(self, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         """Return the best that is kept for what is sought."""
 
@@ -73,21 +76,13 @@ class Persistence(Protocol[Cfg]):
         """Tell `listener` of records that had to be rejected, while the block runs."""
 
 
-@asynccontextmanager
-async def _granted() -> AsyncIterator[Claim]:
-    yield Claim(held=True)
-
-
-@asynccontextmanager
-async def _nothing_to_tell() -> AsyncIterator[None]:
-    yield
-
-
 class _LoadSave(Generic[Cfg]):
     """A place of somebody else's making, with `load(key, checksum)` and `save(report, replace=...)`.
 
     It knows no claims: every process tunes for itself, and the first to save is adopted by the others.
     """
+
+    has_claims = False
 
     def __init__(self, place: Any) -> None:
         self._place = place
@@ -100,7 +95,7 @@ class _LoadSave(Generic[Cfg]):
         return _checked(await self._place.save(report, replace=replace))
 
     def claim(self, sought: Sought[Cfg], wait_s: float) -> AbstractAsyncContextManager[Claim]:
-        return _granted()
+        return nullcontext(Claim(held=True))
 
     def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         return None
@@ -109,7 +104,7 @@ class _LoadSave(Generic[Cfg]):
         return []
 
     def told(self, listener: Callable[[Rejected], object]) -> AbstractAsyncContextManager[None]:
-        return _nothing_to_tell()
+        return nullcontext()
 
 
 def _checked(stored: Any) -> Stored[Any]:

@@ -50,6 +50,8 @@ class PersistentCache(Generic[Cfg]):
     `path` has nothing. With `async with`, connections stay open meanwhile; without it, everything works.
     """
 
+    has_claims = True
+
     def __init__(
         self,
         opname: str,

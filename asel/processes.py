@@ -11,7 +11,9 @@ import pickle
 import struct
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -20,11 +22,16 @@ from anyio.abc import Process
 from asel.devices import Settings
 from asel.errors import InvalidRequestError
 from asel.measure import How, Lowered, Sampler, Trial
+from asel.threads import run_in_thread
 
 __all__ = ["ProcessMeasure", "WorkerDied"]
 
 _HEADER = struct.Struct("!Q")
 _MOST_WORKERS = 2
+_PIECE = 1 << 20
+
+Frame = bytes | memoryview
+Payload = Sequence[Frame]
 
 
 class WorkerDied(Exception):
@@ -47,20 +54,54 @@ class ProcessMeasure:
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
+        self._starting = anyio.Lock()
 
-    async def ready(self) -> None:
-        """Have a worker that is up: starting one is nobody's time, and one that died while idle nobody's fault."""
-        worker = await self._idle_worker()
-        if not worker.busy:
-            with suppress(WorkerDied):
-                await worker.ask("hello", 0)
-                return
-            await self._idle_worker()
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[_Desk]:
+        """Wait for a worker that is up: starting one is nobody's time, one that died while idle nobody's fault."""
+        while True:
+            worker = await self._least_busy()
+            async with worker.turn:
+                with suppress(WorkerDied):
+                    await worker.ask("hello", 0)
+                if worker.alive:
+                    yield _Desk(self, worker)
+                    return
+
+    async def compile(self, trial: Trial[Any]) -> Sampler:
+        async with self.turn() as desk:
+            return await desk.compile(trial)
+
+    async def aclose(self) -> None:
+        """End every worker."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            await worker.end()
+
+    async def _least_busy(self) -> _Worker:
+        # One start at a time, so that two who find none idle do not both start the last one.
+        async with self._starting:
+            self._workers = [worker for worker in self._workers if worker.alive]
+            if all(worker.queue for worker in self._workers) and len(self._workers) < _MOST_WORKERS:
+                self._workers.append(await _Worker.start())
+                return self._workers[-1]
+            return min(self._workers, key=lambda worker: worker.queue)
+
+
+class _Desk:
+    """A worker whose turn is ours, as a measure."""
+
+    def __init__(self, measure: ProcessMeasure, worker: _Worker) -> None:
+        self._measure = measure
+        self._worker = worker
 
     async def lower(self, trial: Trial[Any]) -> Lowered:
-        worker = await self._idle_worker()
-        remote = _Remote(self, trial, _packed(trial))
-        fingerprint = await remote.lower_in(worker)
+        # In a thread: large arguments take their time.
+        payload = await run_in_thread(
+            f"packing {trial.cfg!r}", partial(_packed, trial), grace_s=trial.grace_s, left_behind=trial.left_behind
+        )
+        remote = _Remote(self._measure, trial, payload)
+        fingerprint = await remote.lower_in(self._worker)
 
         async def compile() -> Sampler:
             await remote.compile()
@@ -71,28 +112,15 @@ class ProcessMeasure:
     async def compile(self, trial: Trial[Any]) -> Sampler:
         return await (await self.lower(trial)).compile()
 
-    async def aclose(self) -> None:
-        """End every worker."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            await worker.end()
-
-    async def _idle_worker(self) -> _Worker:
-        self._workers = [worker for worker in self._workers if worker.alive]
-        idle = next((worker for worker in self._workers if not worker.busy), None)
-        if idle is None and len(self._workers) < _MOST_WORKERS:
-            idle = await _Worker.start()
-            self._workers.append(idle)
-        return idle or self._workers[0]
-
 
 class _Remote:
-    """A candidate in a worker, as a sampler."""
+    """A candidate in a worker, as a sampler. Its steps are asked for in its turn."""
 
-    def __init__(self, measure: ProcessMeasure, trial: Trial[Any], payload: bytes) -> None:
+    def __init__(self, measure: ProcessMeasure, trial: Trial[Any], payload: Payload) -> None:
         self._measure = measure
         self._payload = payload
         self._worker: _Worker | None = None
+        self._next: _Worker | None = None
         self.how: How = trial.objective
 
     async def lower_in(self, worker: _Worker) -> str | None:
@@ -104,10 +132,23 @@ class _Remote:
     async def compile(self) -> None:
         await self._ask("compile")
 
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for the candidate's worker, or for another where that one was lost to another candidate."""
+        if self._worker is not None and self._worker.alive:
+            async with self._worker.turn:
+                if self._worker.alive:
+                    yield
+                    return
+        async with self._measure.turn() as desk:
+            self._next = desk._worker
+            yield
+
     async def ready(self) -> None:
-        """Be compiled in a live worker, again where the last one was lost to another candidate."""
+        """Be compiled in the worker whose turn it is, again where the last one was lost."""
         if self._worker is None or not self._worker.alive:
-            await self.lower_in(await self._measure._idle_worker())
+            assert self._next is not None
+            await self.lower_in(self._next)
             await self.compile()
 
     async def __call__(self) -> float:
@@ -119,6 +160,7 @@ class _Remote:
         return outputs
 
     def release(self) -> None:
+        self._payload = []
         if self._worker is not None:
             self._worker.forget(id(self))
 
@@ -128,11 +170,11 @@ class _Remote:
 
 
 class _Worker:
-    """One process, asked one thing at a time."""
+    """One process, asked one thing at a time by whoever has its turn."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._turn = anyio.Lock()
+        self.turn = anyio.Lock()
         self._forgotten: list[int] = []
         self._ended = False
 
@@ -149,50 +191,59 @@ class _Worker:
         return not self._ended
 
     @property
-    def busy(self) -> bool:
-        return self._turn.locked()
+    def queue(self) -> int:
+        """How many have its turn or wait for it."""
+        return self.turn.locked() + self.turn.statistics().tasks_waiting
 
     def forget(self, candidate: int) -> None:
         """Let go of a candidate's executable, with the next thing that is asked."""
         self._forgotten.append(candidate)
 
-    async def ask(self, command: str, candidate: int, payload: bytes = b"") -> Any:
+    async def ask(self, command: str, candidate: int, payload: Payload = ()) -> Any:
         """Return what the worker answers.
 
         A wait that is cancelled leaves the worker in the middle of a step, so it is killed.
         """
-        async with self._turn:
-            if not self.alive:
-                raise WorkerDied("the worker process was lost to another candidate")
-            forgotten, self._forgotten = self._forgotten, []
-            try:
-                await self._send(pickle.dumps((command, candidate, payload, forgotten)))
-                kind, value = pickle.loads(await self._receive())
-            except (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError):
-                code = await self.end(patience_s=2.0)  # it is ending by itself, and its code tells of what
-                raise WorkerDied(f"the worker process died at {command!r}, exit code {code}") from None
-            except BaseException:
-                await self.end()
-                raise
+        if not self.alive:
+            raise WorkerDied("the worker process was lost to another candidate")
+        forgotten, self._forgotten = self._forgotten, []
+        try:
+            await self._send([pickle.dumps((command, candidate, forgotten)), *payload])
+            kind, value = await self._receive()
+        except (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError):
+            code = await self.end(patience_s=2.0)  # it is ending by itself, and its code tells of what
+            raise WorkerDied(f"the worker process died at {command!r}, exit code {code}") from None
+        except BaseException:
+            await self.end()
+            raise
         if kind == "error":
             raise CandidateError(*value)
         return value
 
-    async def _send(self, message: bytes) -> None:
+    async def _send(self, frames: Sequence[Frame]) -> None:
+        """Send frames, their lengths before them, in pieces: nothing large is copied at once on the loop."""
         assert self._process.stdin is not None
-        await self._process.stdin.send(_HEADER.pack(len(message)) + message)
+        sizes = [len(frames), *map(len, frames)]
+        await self._process.stdin.send(b"".join(map(_HEADER.pack, sizes)))
+        for frame in frames:
+            view = memoryview(frame)
+            for start in range(0, len(view), _PIECE):
+                await self._process.stdin.send(bytes(view[start : start + _PIECE]))
 
-    async def _receive(self) -> bytes:
+    async def _receive(self) -> tuple[str, Any]:
         assert self._process.stdout is not None
         (length,) = _HEADER.unpack(await self._exactly(_HEADER.size))
-        return await self._exactly(length)
+        answer = await self._exactly(length)
+        if length > _PIECE:  # outputs, for a check
+            return await run_in_thread("reading a worker's answer", partial(pickle.loads, answer))
+        return pickle.loads(answer)  # type: ignore[no-any-return]
 
-    async def _exactly(self, count: int) -> bytes:
+    async def _exactly(self, count: int) -> bytearray:
         stream, data = self._process.stdout, bytearray()
         assert stream is not None
         while len(data) < count:
             data += await stream.receive(min(count - len(data), 1 << 16))
-        return bytes(data)
+        return data
 
     async def end(self, patience_s: float = 0.0) -> int | None:
         """Give the process some seconds to end, kill it, and wait until it is gone."""
@@ -207,8 +258,8 @@ class _Worker:
         return self._process.returncode
 
 
-def _packed(trial: Trial[Any]) -> bytes:
-    """Return a trial as bytes that a worker can make it from.
+def _packed(trial: Trial[Any]) -> Payload:
+    """Return a trial as frames that a worker can make it from: a pickle, and its arrays as they lie in memory.
 
     Raises:
         InvalidRequestError: the kernel cannot be imported by another process, or the device not shared.
@@ -225,13 +276,15 @@ def _packed(trial: Trial[Any]) -> bytes:
     args, kwargs = jax.tree_util.tree_map(portable, (trial.args, dict(trial.kwargs)))
     settings = trial.settings and Settings(*trial.settings[:2], None, trial.settings.guards)
     place = (getattr(trial.device, "platform", None), getattr(trial.device, "id", 0))
+    arrays: list[pickle.PickleBuffer] = []
+    what = (trial.cfg, trial.fn, args, kwargs, trial.objective, settings, place)
     try:
-        packed = pickle.dumps((trial.cfg, trial.fn, args, kwargs, trial.objective, settings, place))
+        packed = pickle.dumps(what, protocol=5, buffer_callback=arrays.append)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise _not_importable(error) from error
     if b"__main__" in packed:
         raise _not_importable("it is defined in __main__, which a worker does not run")
-    return packed
+    return [packed, *(array.raw() for array in arrays)]
 
 
 def _not_importable(why: object) -> InvalidRequestError:

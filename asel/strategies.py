@@ -9,15 +9,25 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Protocol
 
-__all__ = ["Board", "Drop", "Exhaustive", "Race", "Sample", "Step", "Strategy"]
+__all__ = ["Board", "Drop", "Exhaustive", "Race", "Sample", "Step", "Strategy", "level"]
 
-# Two medians closer than this are a tie, however calm the samples look.
+# Two levels closer than this are a tie, however calm the samples look.
 LEAST_NOISE = 0.02
-# And farther apart than this they are none, however wild: a guess is not kept at any price.
+# Where samples scatter, so much is a tie for anyone: what it may cost is bounded by what a choice may cost.
+MOST_TIE = 0.03
+# And farther apart than this they are none even for the incumbent: a guess is not kept at any price.
 MOST_NOISE = 0.1
+# Levels known as well as this are not sampled on: a winner that ties by twice that is the same next time.
+PRECISE = 0.01
+# What the system takes from a run now and then, whatever its length: long samples are precise, short ones are not.
+JITTER_S = 5e-3
+# A run this long has its one-off costs behind it in a small part of it, so that even the first one tells something.
+LONG_S = 10e-3
+# What a sample costs at the least: handing it over, and repeating a short run until a timer can see it.
+LEAST_COST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,14 @@ class Drop:
 Step = Sample | Drop
 
 
+def level(samples: Sequence[float]) -> float:
+    """Return the mean of the faster half: samples are late and never early, so the slower half knows less.
+
+    On a busy machine medians of equal candidates lie up to twice as far apart.
+    """
+    return fmean(sorted(samples)[: (len(samples) + 1) // 2])
+
+
 @dataclass(slots=True)
 class Board:
     """What has been sampled so far. `warmup` samples of each candidate are taken and not counted."""
@@ -46,18 +64,31 @@ class Board:
     incumbent: int | None = None
     warmup: int = 1
     samples: dict[int, list[float]] = field(default_factory=dict)
-    warmed: dict[int, int] = field(default_factory=dict)
+    warmups: dict[int, list[float]] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
+    cost_s: float = 0.0
+    """What sampling has taken, as far as samples tell."""
 
     def record(self, index: int, seconds: float) -> None:
-        if self.warmed.get(index, 0) < self.warmup:
-            self.warmed[index] = self.warmed.get(index, 0) + 1
+        self.cost_s += max(seconds, LEAST_COST_S)
+        warm = self.warmups.setdefault(index, [])
+        if len(warm) < self.warmup:
+            warm.append(seconds)
         else:
             self.samples.setdefault(index, []).append(seconds)
 
+    def is_warm(self, index: int) -> bool:
+        return len(self.warmups.get(index, ())) >= self.warmup
+
+    def drop(self, index: int, number: int) -> None:
+        """Take a candidate out of the race; where it has only been warmed up, that is all that is known of it."""
+        self.dropped[index] = number
+        self.samples.setdefault(index, self.warmups.get(index, [])[-1:])
+
     def remove(self, index: int) -> None:
         """Forget a candidate that failed."""
-        self.candidates.remove(index)
+        if index in self.candidates:
+            self.candidates.remove(index)
         self.samples.pop(index, None)
 
     @property
@@ -72,40 +103,57 @@ class Board:
     def median(self, index: int) -> float:
         return median(self.samples[index])
 
+    def level(self, index: int) -> float:
+        """Return what a candidate is ranked by."""
+        return level(self.samples[index])
+
     def interval(self, index: int) -> tuple[float, float]:
-        """Return the bounds within which the median lies: McGill's notch, 1.58 IQR / sqrt(n) to either side."""
+        """Return the bounds within which a level lies: McGill's notch, 1.58 IQR / sqrt(n) to either side.
+
+        Wider where samples are few: they show less scatter than there is.
+        """
         samples = self.samples[index]
         if len(samples) < 2:
             return 0.0, float("inf")
         low, _, high = quantiles(samples, n=4, method="inclusive")
-        reach = 1.58 * (high - low) / len(samples) ** 0.5
-        middle = median(samples)
-        return middle - reach, middle + reach
+        reach = 1.58 * (high - low) / len(samples) ** 0.5 * (1 + 4 / len(samples))
+        return level(samples) - reach, level(samples) + reach
+
+    def spread(self, index: int) -> float:
+        """Return how well a level is known: the reach of its interval, as a fraction; 0 where nothing tells."""
+        middle = self.level(index)
+        if len(self.samples[index]) < 2 or middle <= 0:
+            return 0.0
+        return (self.interval(index)[1] - middle) / middle
 
     def noise(self, *indices: int) -> float:
-        """Return how far apart two medians may be and still be a tie, as a fraction."""
-        reach = LEAST_NOISE
-        for index in indices:
-            if len(self.samples[index]) > 1 and (middle := self.median(index)) > 0:
-                reach = max(reach, (self.interval(index)[1] - middle) / middle)
-        return min(reach, MOST_NOISE)
+        """Return how far apart two levels may be and still be a tie, as a fraction."""
+        return min(max(LEAST_NOISE, *map(self.spread, indices)), MOST_NOISE)
+
+    def tie(self, *indices: int) -> float:
+        """Return the same for two of which neither is the incumbent: more than a choice may cost is no tie."""
+        return min(LEAST_NOISE + max(map(self.spread, indices)), MOST_TIE)
+
+    @property
+    def finalists(self) -> list[int]:
+        """The measured candidates that are still in; where all of those have failed, what was dropped for them."""
+        return [i for i in self.measured if i not in self.dropped] or self.measured
 
     def leader(self) -> int:
-        """Return the candidate with the lowest median of those that are still in."""
-        return min((i for i in self.measured if i not in self.dropped), key=self.median)
+        """Return the finalist with the lowest level."""
+        return min(self.finalists, key=self.level)
 
     def winner(self) -> int:
         """Return the incumbent where it is within the noise of the leader, else the first declared of its equals.
 
-        What was dropped was clearly slower, and cannot come back on the strength of few samples.
+        Equals are within the noise too, but never by more than `MOST_TIE`. What was dropped was clearly
+        slower, and cannot come back on the strength of few samples.
         """
-        leader = self.leader()
-        best, finalists = self.median(leader), [i for i in self.measured if i not in self.dropped]
-        if self.incumbent in finalists and self.median(self.incumbent) <= best * (
-            1 + self.noise(leader, self.incumbent)
-        ):
-            return self.incumbent
-        return min(i for i in finalists if self.median(i) <= best * (1 + LEAST_NOISE))
+        leader, incumbent = self.leader(), self.incumbent
+        best = self.level(leader)
+        if incumbent in self.finalists and self.level(incumbent) <= best * (1 + self.noise(leader, incumbent)):
+            return incumbent
+        return min(i for i in self.finalists if self.level(i) <= best * (1 + self.tie(leader, i)))
 
 
 class Strategy(Protocol):
@@ -128,29 +176,46 @@ class Exhaustive:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Rounds in which every survivor is sampled once, in an order shuffled by `seed`.
+    """A first pass over all, then rounds in which every survivor is sampled once; orders shuffled by `seed`.
 
-    A round drops the clear losers: those whose best sample is slower than the leader's median, twice
-    as slow after the first round, by a quarter after the second, a tenth after the third, and by more
-    than a tie from then on. Samples are late and never early, so the best one is a fair witness. Two
-    always stay, and so does the incumbent: it is what the
-    winner is held against. It is over after `iters` rounds at the
-    earliest, when every survivor's interval lies clear of the leader's or both are known to within the
-    noise, and after `most_rounds` at the latest.
+    The first pass goes candidate by candidate, the incumbent first: a warm-up and a sample, so that
+    whatever hangs later leaves something measured. A warm-up that is slower than the best so far by a
+    tenth and `JITTER_S` is witness enough where runs are long (`LONG_S`); no sample follows it.
+
+    A round drops the clear losers: those whose best sample is slower than what the leader's level may
+    be, twice as slow after the first round, by a quarter after the second, a tenth after the third, and
+    by more than a tie from then on. Samples are late and never early, so the best one is a fair witness.
+    What makes them late is a few milliseconds, whatever their length, so long ones are precise and drop
+    out sooner: by a twentieth and `JITTER_S` over the number of the round. Two always stay, and so does
+    the incumbent: it is what the winner is held against.
+
+    It is over after `iters` rounds at the earliest, when every survivor's interval lies clear of the
+    leader's or both levels are known to within `PRECISE`. It is over after `most_rounds` at the latest,
+    or when the rounds have cost what is at stake: as much as the first pass up to a second, a quarter of
+    it beyond that, and `least_s` in any case. So short kernels, which are noisy and cheap, are sampled
+    often, and long ones, which are neither, seldom.
     """
 
     iters: int = 3
-    most_rounds: int = 20
+    most_rounds: int = 60
     seed: int = 0
+    least_s: float = 0.5
 
     def plan(self, board: Board) -> Iterator[Step]:
         shuffle = random.Random(self.seed).shuffle
-        for _ in range(board.warmup):
-            for index in _incumbent_first(board):
-                if index in board.candidates and board.warmed.get(index, 0) < board.warmup:
-                    yield Sample(index)
+        begun_s = board.cost_s
+        order = board.alive
+        shuffle(order)
+        for index in sorted(order, key=lambda index: index != board.incumbent):
+            while index in board.candidates and not board.is_warm(index):
+                yield Sample(index)
+            if index not in board.candidates or board.samples.get(index):
+                continue
+            yield Drop(index, 0) if self._is_out_at_once(board, index) else Sample(index)
+        first_s, begun_s = board.cost_s - begun_s, board.cost_s
+        effort_s = max(self.least_s, min(first_s, 1.0), first_s / 4)
         for number in range(1, max(self.iters, self.most_rounds) + 1):
-            order = board.alive
+            order = board.alive if number > 1 else []
             shuffle(order)
             for index in order:
                 if index in board.candidates:
@@ -159,15 +224,23 @@ class Race:
                 return
             for index in self._losers(board, number):
                 yield Drop(index, number)
-            if number >= self.iters and self._is_settled(board):
+            if number >= self.iters and (self._is_settled(board) or board.cost_s - begun_s >= effort_s):
                 return
+
+    def _is_out_at_once(self, board: Board, index: int) -> bool:
+        if index == board.incumbent or not board.warmup:
+            return False
+        taken = board.warmups[index][-1]
+        faster = [best for i in board.alive if board.samples.get(i) and (best := min(board.samples[i])) < taken]
+        return len(faster) >= 2 and min(faster) >= LONG_S and taken > min(faster) * 1.1 + JITTER_S
 
     def _losers(self, board: Board, number: int) -> Sequence[int]:
         leader = board.leader()
-        best = board.median(leader)
+        best = board.level(leader) * (1 + board.spread(leader))
         allowed = {1: 2.0, 2: 1.25, 3: 1.1}.get(number, 1 + LEAST_NOISE)
-        standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.median)
-        losers = [i for i in standing[2:] if min(board.samples[i]) > best * allowed]
+        allowed_s = min(best * allowed, best * 1.05 + JITTER_S / number)
+        standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.level)
+        losers = [i for i in standing[2:] if min(board.samples[i]) > allowed_s]
         return [i for i in losers if i != board.incumbent]
 
     def _is_settled(self, board: Board) -> bool:
@@ -177,8 +250,7 @@ class Race:
             if index == leader or not board.samples.get(index):
                 continue
             low, _ = board.interval(index)
-            precise = board.noise(leader) <= LEAST_NOISE and board.noise(index) <= LEAST_NOISE
-            if low <= high and not precise:
+            if low <= high and max(board.spread(leader), board.spread(index)) > PRECISE:
                 return False
         return True
 

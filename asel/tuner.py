@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, Generic, Literal, Self
 
 import anyio
@@ -19,13 +19,13 @@ from asel.devices import current_settings, default_device
 from asel.encoding import whereabouts
 from asel.errors import InvalidRequestError, TuningError
 from asel.events import CandidateEliminated, CandidateStart
-from asel.jobs import Runner, TuneJob, groups_of, report_on, sentence
+from asel.jobs import Runner, TuneJob, by_way, groups_of, report_on, sentence
 from asel.kernel import Cfg, Invocation
 from asel.lanes import LaneStuck, compile_slots, lane_for
 from asel.measure import Measure, Trial, lower
 from asel.outcomes import Failed, Stage, TuneReport
 from asel.processes import ProcessMeasure
-from asel.strategies import Board, Drop, Exhaustive, Race, Strategy
+from asel.strategies import Board, Drop, Exhaustive, Race, Sample, Step, Strategy
 from asel.threads import run_in_thread
 
 __all__ = ["Tuner"]
@@ -128,18 +128,24 @@ class Tuner(Generic[Cfg]):
                         "making example inputs", job.example, grace_s=job.grace_s, left_behind=job.left_behind
                     )
                 job.example = None
-            for group in groups_of(job):
-                await self._compile_all(job, group)
-                await self._check_all(job, group)
-                await self._sample_all(job, group)
-                if any(index in job.runners for index in group if index != job.incumbent or len(job.candidates) == 1):
-                    break  # a success ends it; the groups below are not tried
+            await self._try_groups(job)
+            if job.yardstick_is_lost:
+                job.known = {}  # so all are new
+                await self._try_groups(job)
         finally:
             job.seconds += anyio.current_time() - start
             self._users -= 1
             await self._end_workers()
         job.report = report_on(job)
         return job.report
+
+    async def _try_groups(self, job: TuneJob[Cfg]) -> None:
+        for group in groups_of(job):
+            await self._compile_all(job, group)
+            await self._check_all(job, group)
+            await self._sample_all(job, group)
+            if any(index in job.runners for index in group if index != job.incumbent or len(job.candidates) == 1):
+                break  # a success ends it; the groups below are not tried
 
     # Compiling.
 
@@ -169,17 +175,16 @@ class Tuner(Generic[Cfg]):
             fn = job.make_fn(cfg)
             trial = Trial(cfg, fn, job.args, job.kwargs, job.device, job.objective, job.settings, job.grace_s)
             stage = "compile"
-            async with compile_slots():
-                await _ready(self._get_measure())
+            async with compile_slots(), _turn(self._get_measure()) as measure:
                 # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
                 async with lowering:
-                    with _timed(job, index, "compile") as lowering_s:
-                        lowered = await lower(self._get_measure(), trial)
+                    with _step(job, index, "compile") as lowering_s:
+                        lowered = await lower(measure, trial)
                 first = programs.setdefault(lowered.fingerprint or str(index), index)
                 if first != index:
                     job.aliases[index] = first
                     return
-                with _timed(job, index, "compile") as compiling_s:
+                with _step(job, index, "compile") as compiling_s:
                     sampler = await lowered.compile()
         except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
             job.fail(index, start, stage, error, trial.left_behind if trial else [])  # type: ignore[arg-type]
@@ -202,9 +207,8 @@ class Tuner(Generic[Cfg]):
                 job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent before it was checked")
                 continue
             try:
-                async with lane_for(job.device).held(runner.trial.left_behind):
-                    await _ready(runner.sampler)
-                    with _timed(job, index, "check"):
+                async with self._at_work(job, index):
+                    with _step(job, index, "check"):
                         outputs = await runner.outputs()
                 job.compare(outputs, self._check)
             except LaneStuck:
@@ -219,39 +223,51 @@ class Tuner(Generic[Cfg]):
     # Sampling.
 
     async def _sample_all(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
+        """Race those that are timed in the best way any is; of the others only the time is taken.
+
+        Where all of the best way fail, the next best race.
+        """
         ready = [index for index in group if index in job.runners]
         if job.board is None:
-            job.board = Board(list(ready), job.incumbent, self.warmup)
-        board = job.board
-        board.candidates += [index for index in ready if index not in board.candidates]
-        untried = f"the tune's budget of {job.tune_budget_s:g} s was spent"
-        first = job.incumbent if job.incumbent in ready else next(iter(ready), None)
+            job.board = Board([], job.incumbent, self.warmup)
+        board, untried = job.board, f"the tune's budget of {job.tune_budget_s:g} s was spent"
+        earlier = [index for index in board.candidates if index in job.runners and index not in ready]
+        measured = False
         try:
-            for step in self._strategy.plan(board):
-                if isinstance(step, Drop):
-                    board.dropped[step.index] = step.round
-                    job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
-                    job.runners[step.index].release()
-                elif job.is_broke and (board.measured or step.index != first):
-                    if board.measured:
-                        break  # the best so far wins; until there is one, only the first to go goes on
+            for way in by_way(job, [*earlier, *ready]):
+                if measured:
+                    await self._follow(job, board, _glance(job, board, way))
                 else:
-                    await self._sample(job, board, step.index)
+                    board.candidates = way
+                    await self._follow(job, board, self._strategy.plan(board))
+                    measured = bool(board.measured)
         except LaneStuck:
             untried = "an abandoned candidate still occupies the device"
         for index in ready:
             if index in job.runners and not board.samples.get(index):
-                if index in board.candidates:
-                    board.remove(index)
+                board.remove(index)
                 del job.runners[index]
                 job.skip(index, untried)
+
+    async def _follow(self, job: TuneJob[Cfg], board: Board, plan: Iterator[Step]) -> None:
+        first = None
+        for step in plan:
+            first = step.index if first is None else first
+            if isinstance(step, Drop):
+                board.drop(step.index, step.round)
+                job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
+                job.runners[step.index].release()
+            elif job.is_broke and (board.measured or step.index != first):
+                if board.measured:
+                    break  # the best so far wins; until there is one, only the first to go goes on
+            else:
+                await self._sample(job, board, step.index)
 
     async def _sample(self, job: TuneJob[Cfg], board: Board, index: int) -> None:
         runner = job.runners[index]
         try:
-            async with lane_for(job.device).held(runner.trial.left_behind):
-                await _ready(runner.sampler)
-                with _timed(job, index, "measure"):
+            async with self._at_work(job, index):
+                with _step(job, index, "measure"):
                     board.record(index, _checked(await runner.sampler()))
         except LaneStuck:
             raise
@@ -261,6 +277,16 @@ class Tuner(Generic[Cfg]):
             job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
         finally:
             job.note_left_behind(runner.trial)
+
+    @asynccontextmanager
+    async def _at_work(self, job: TuneJob[Cfg], index: int) -> AsyncIterator[None]:
+        """Hold the device, and whatever else the candidate runs on, for one step."""
+        runner = job.runners[index]
+        async with lane_for(job.device).held(runner.trial.left_behind), _turn(runner.sampler):
+            if (ready := getattr(runner.sampler, "ready", None)) is not None:
+                with _timed(job):  # compiled again, where another candidate took its worker along
+                    await ready()
+            yield
 
     def _get_measure(self) -> Measure:
         if self._measure is None:
@@ -292,23 +318,35 @@ async def _job_alone(
 
 
 @contextmanager
-def _timed(job: TuneJob[Any], index: int, step: Stage) -> Iterator[Callable[[], float]]:
-    """Bound a step of a candidate by its timeout, and charge it to the tune; gives the seconds it took."""
-    start, taken = anyio.current_time(), 0.0
+def _timed(job: TuneJob[Any]) -> Iterator[None]:
+    """Bound something that is done for a candidate by its timeout, and charge it to the tune."""
+    with job.meter.running(), anyio.fail_after(job.candidate_timeout_s):
+        yield
+
+
+@contextmanager
+def _step(job: TuneJob[Any], index: int, step: Stage) -> Iterator[Callable[[], float]]:
+    """The same for a step of its way, noted for those who trace it; gives the seconds it took."""
+    start = end = anyio.current_time()
     try:
-        with anyio.fail_after(job.candidate_timeout_s):
-            yield lambda: taken
+        with _timed(job):
+            yield lambda: end - start
     finally:
         end = anyio.current_time()
-        taken = end - start
-        job.spent_s += taken
         job.note_step(index, step, start, end)
 
 
-async def _ready(measure_or_sampler: object) -> None:
-    """Let it do what is not to be timed: a process must be up before it is asked."""
-    if (ready := getattr(measure_or_sampler, "ready", None)) is not None:
-        await ready()
+def _turn(one: Any) -> AbstractAsyncContextManager[Any]:
+    """Wait until a measure or a sampler can be asked, and give what is to be asked: waiting is free."""
+    turn = getattr(one, "turn", None)
+    return nullcontext(one) if turn is None else turn()
+
+
+def _glance(job: TuneJob[Any], board: Board, indices: Sequence[int]) -> Iterator[Step]:
+    """Plan a warm-up and one sample of each candidate, for the report alone."""
+    for index in indices:
+        while index in job.runners and not board.samples.get(index):
+            yield Sample(index)
 
 
 def _checked(seconds: float) -> float:

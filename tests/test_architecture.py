@@ -54,6 +54,7 @@ ARROW = [
     "benchmark",
     "strategies",
     "checks",
+    "meter",
     "jobs",
     "processes",
     "_worker",

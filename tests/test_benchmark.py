@@ -25,6 +25,7 @@ from asel import (
     Invocation,
     Kernel,
     Measured,
+    Skipped,
     Tuner,
     TuningError,
     device_fingerprint,
@@ -703,6 +704,28 @@ def test_a_candidate_that_hangs_is_abandoned_on_time(real_backend):
     assert sink.events[-1].abandoned == ("lowering 'hangs'",)
 
 
+def test_a_candidate_that_hangs_as_it_runs_leaves_those_before_it(real_backend):
+    """Its thread keeps the device, so the rest are not tried; the answer comes from what was measured by then."""
+    release = threading.Event()
+
+    def run(x, *, cfg):
+        if cfg == "hangs":
+            return jax.pure_callback(lambda value: release.wait(PATIENCE_S) and value, x, x)
+        return x + cfg
+
+    try:
+        report, sink = chosen_among(real_backend, [1, "hangs", 2, 3, 4, 5], run, candidate_timeout_s=0.5)
+    finally:
+        release.set()
+    outcomes = {outcome.cfg: outcome for outcome in report.outcomes}
+    assert (outcomes["hangs"].stage, outcomes["hangs"].error_type) == ("measure", "TimeoutError")
+    assert isinstance(outcomes[1], Measured), "the incumbent goes first"
+    assert isinstance(outcomes[report.winner], Measured)
+    untried = {outcome.reason for outcome in report.outcomes if isinstance(outcome, Skipped)}
+    assert untried <= {"an abandoned candidate still occupies the device"}
+    assert sink.named("candidate_failed")[0].still_busy
+
+
 def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend):
     """What a sample destroys is there for the next, jitted or not, and the caller's array is unharmed."""
     donating = jax.jit(lambda x: x * 2, donate_argnums=0)
@@ -715,6 +738,18 @@ def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend):
     x = jnp.ones(64)
     report, _ = chosen_among(real_backend, ["jitted", "eager"], run, x)
     assert [o.how for o in report.outcomes] == ["forward", "eager"]
+    assert not x.is_deleted()
+
+
+def test_an_array_that_is_given_twice_can_be_sampled_again(real_backend):
+    """Aliased inputs of a kernel that donates one of them are neither destroyed nor refused."""
+    donating = jax.jit(lambda x, y: x * y, donate_argnums=0)
+    x = jnp.ones(64)
+
+    async def main():
+        return await Tuner(1, 3).measure(lambda pair: donating(pair["a"], pair["b"]), {"a": x, "b": x})
+
+    assert anyio.run(main, backend=real_backend) >= 0
     assert not x.is_deleted()
 
 

@@ -182,6 +182,43 @@ async def test_a_new_candidate_costs_its_own_measurement_and_the_incumbents():
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("stage", ["compile", "run"])
+async def test_without_the_incumbent_old_timings_are_taken_anew(stage):
+    """What was measured earlier is read in the incumbent's terms; where it fails now, all are measured again."""
+    broken = set()
+    errors = {f"{stage}_errors": lambda cfg: ValueError("no") if cfg in broken else None}
+    bench = Bench(costs=lambda cfg: {1: 0.3, 2: 0.2, 3: 0.1, 4: 0.15}[cfg.m], script=errors)
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+        broken.add(GUESS)
+        bench.measure.compiled.clear()
+        report = (await chain.select(call(), Wider())).report
+    assert [cfg.m for cfg in bench.measure.compiled] == [1, 4, 2, 3]
+    assert [type(o) for o in report.outcomes] == [Failed, Measured, Measured, Measured]
+    assert not any(o.reused for o in report.outcomes[1:])
+    assert report.winner == BEST
+
+
+@pytest.mark.anyio
+async def test_old_timings_of_another_way_are_reported_and_cannot_win():
+    """Where the new candidate is timed in a better way than the incumbent, it has nobody to be held against."""
+
+    class Better(ScriptedMeasure):
+        async def compile(self, trial):
+            sample = await super().compile(trial)
+            sample.how = "forward+backward" if trial.cfg.m == 4 else "forward"
+            return sample
+
+    measure = Better(lambda cfg: {1: 0.3, 2: 0.2, 3: 0.1, 4: 0.5}[cfg.m])
+    bench = Bench(tuner=Tuner(measure=measure), allow={"validate_backward": True})
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+        report = (await chain.select(call(), Wider())).report
+    assert report.winner == Blocks(4)
+    assert [o.reused for o in report.outcomes] == [False, True, True, False]
+
+
+@pytest.mark.anyio
 async def test_a_retune_measures_everything_again():
     """On purpose means on purpose."""
     bench = Bench()
@@ -232,28 +269,55 @@ async def test_eliminations_and_aliases_survive_json():
         report = (await chain.select(call(), Wider())).report
     assert TuneReport.from_json(report.to_json(), load=lambda value: Blocks(**value)) == report
     assert report.winner == GUESS
+    first = report.outcomes[0]
+    assert (len(first.samples_s), first.measure_s) == (3, pytest.approx(0.3))
+    assert set(report.environment) >= {"jax", "jaxlib"}
+
+
+class Mixed(ScriptedMeasure):
+    """A measure that times the third candidate forward and all others both ways."""
+
+    async def compile(self, trial):
+        sample = await super().compile(trial)
+        sample.how = "forward" if trial.cfg.m == 3 else "forward+backward"
+        return sample
+
+
+async def tune_mixed(costs, kernel_=None, **script):
+    measure = Mixed(costs, **script)
+    bench = Bench(tuner=Tuner(measure=measure), allow={"validate_backward": True})
+    async with bench.chain as chain:
+        return (await chain.select(call(), kernel_ or Toy())).report, measure
 
 
 @pytest.mark.anyio
 async def test_candidates_timed_in_different_ways_are_not_ranked_as_equals():
     """A fast time that leaves out the backward pass does not beat a slower one that has it."""
-
-    class Mixed(ScriptedMeasure):
-        async def compile(self, trial):
-            sampler = await super().compile(trial)
-
-            async def sample():
-                return await sampler()
-
-            sample.how = "forward" if trial.cfg.m == 3 else "forward+backward"
-            return sample
-
-    bench = Bench(tuner=Tuner(measure=Mixed({Blocks(1): 0.3, Blocks(2): 0.2, Blocks(3): 0.01})))
-    async with bench.chain as chain:
-        chain.policy = chain.policy.__class__(validate_backward=True)
-        report = (await chain.select(call(), Toy())).report
+    report, _ = await tune_mixed({Blocks(1): 0.3, Blocks(2): 0.2, Blocks(3): 0.01})
     assert report.winner == Blocks(2)
     assert [o.how for o in report.outcomes] == ["forward+backward", "forward+backward", "forward"]
+    assert "timed forward, so not ranked" in str(report)
+
+
+@pytest.mark.anyio
+async def test_candidates_timed_in_different_ways_do_not_race_each_other():
+    """One that leaves out the backward pass drives nobody out; its time is taken once, for the report."""
+    costs = {1: 0.30, 2: 0.26, 3: 0.01, 4: 0.27}
+    report, measure = await tune_mixed(lambda cfg: costs[cfg.m], Wider())
+    assert report.winner == Blocks(2)
+    assert [len(o.samples_s) for o in report.outcomes] == [3, 3, 1, 3]
+    assert [o.eliminated for o in report.outcomes] == [None] * 4
+    assert measure.sampled[-2:] == [Blocks(3)] * 2, "after the race"
+
+
+@pytest.mark.anyio
+async def test_where_the_best_way_fails_the_next_best_has_its_race():
+    """Candidates that compiled both ways and never ran leave the field to what is timed forward."""
+    script = {"run_errors": lambda cfg: ValueError("no") if cfg.m != 3 else None}
+    report, _ = await tune_mixed(0.1, **script)
+    assert report.winner == Blocks(3)
+    assert [type(o) for o in report.outcomes] == [Failed, Failed, Measured]
+    assert len(report.outcomes[2].samples_s) == 3
 
 
 @pytest.mark.anyio
@@ -319,3 +383,24 @@ async def test_a_candidate_that_exits_ends_itself_alone():
     async with bench.chain as chain:
         report = (await chain.select(call(), Toy())).report
     assert report.outcomes[1].message == "SystemExit: 3"
+
+
+@pytest.mark.anyio
+async def test_where_all_fail_nothing_is_stored():
+    """A heuristic that stands in for a tune in which everything failed reaches no store."""
+
+    class Shelf:
+        put_calls = 0
+
+        async def get(self, *key):
+            return None
+
+        async def put(self, *record):
+            self.put_calls += 1
+
+    shelf = Shelf()
+    bench = Bench(script={"run_errors": lambda cfg: ValueError("no")}, persistent=shelf)
+    async with bench.chain as chain:
+        selection = await chain.select(call(), Toy())
+    assert (selection.tier, shelf.put_calls) == ("heuristics", 0)
+    assert "none of the 3 candidates" in selection.declined["autotune"]

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.anyio
 class Place:
     """A `Persistence` in memory. Operations named in `broken` fail, those in `hung` never answer."""
 
+    has_claims = True
+
     def __init__(self) -> None:
         self.kept = {}
         self.broken = set()

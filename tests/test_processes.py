@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import anyio
@@ -16,7 +17,8 @@ import pytest
 from hostile import Hostile, decorated, of_tree
 from kernels import Bench
 
-from asel import Failed, InvalidRequestError, Invocation, Measured, Tuner, kernel
+from asel import Failed, InvalidRequestError, Invocation, Measured, Tuner, kernel, processes
+from asel.jobs import TuneJob
 
 pytestmark = pytest.mark.timeout(90)
 X = jnp.ones(256)
@@ -120,9 +122,9 @@ def test_a_worker_ends_with_the_program():
         "from asel.processes import ProcessMeasure\n"
         "async def main():\n"
         "    measure = ProcessMeasure()\n"
-        "    await measure.ready()\n"
-        "    print(measure._workers[0]._process.pid, flush=True)\n"
-        "    os._exit(1)\n"
+        "    async with measure.turn():\n"
+        "        print(measure._workers[0]._process.pid, flush=True)\n"
+        "        os._exit(1)\n"
         "anyio.run(main)\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -245,3 +247,95 @@ def test_two_tunes_of_one_tuner_do_not_end_each_others_workers(real_backend):
     anyio.run(main, backend=real_backend)
     assert winners == ["fast", "fast"]
     assert workers() == []
+
+
+def test_waiting_for_another_tunes_worker_is_nobodys_time(real_backend, monkeypatch):
+    """Two tunes share a worker: while one's candidate spins there, the other's wait, and are not timed out for it."""
+    monkeypatch.setattr("asel.processes._MOST_WORKERS", 1)
+    reports = {}
+
+    async def main():
+        tuner = Tuner(1, 2, isolation="process")
+
+        async def tune_one(name, timeout_s, configs, emit=lambda event: None):
+            make = lambda cfg: functools.partial(Hostile().run, cfg=cfg)  # noqa: E731
+            job = TuneJob(configs, make, (X,), {}, incumbent=0, candidate_timeout_s=timeout_s, emit=emit)
+            reports[name] = await tuner.tune(job)
+
+        async with anyio.create_task_group() as tasks:
+
+            def start_the_other(event) -> None:
+                if event.name == "candidate_start" and event.index == 2:
+                    tasks.start_soon(tune_one, "patient", 3.0, ("slow", "print", "fast"))
+
+            await tune_one("hung", 5.0, ("slow", "spin while running", "fast"), start_the_other)
+
+    anyio.run(main, backend=real_backend)
+    assert [type(o) for o in reports["patient"].outcomes] == [Measured] * 3, reports["patient"].outcomes
+    assert reports["patient"].seconds > 3.0, "it did have to wait"
+    assert [type(o) for o in reports["hung"].outcomes] == [Measured, Failed, Measured]
+
+
+def test_compiling_again_is_a_step_like_any_other(real_backend, monkeypatch, tmp_path):
+    """A candidate that hangs as it is compiled in the next worker is given up on time, and the tune pays for it."""
+    monkeypatch.setenv("ASEL_TEST_MARKER", str(tmp_path / "compiled once"))
+    configs = ("slow", "exit while running", "spin when compiled again", "fast")
+    make = lambda cfg: functools.partial(Hostile().run, cfg=cfg)  # noqa: E731
+    job = TuneJob(configs, make, (X,), {}, incumbent=0, candidate_timeout_s=3.0)
+    report = anyio.run(Tuner(1, 2, isolation="process").tune, job, backend=real_backend)
+    assert [type(o) for o in report.outcomes] == [Measured, Failed, Failed, Measured]
+    assert report.outcomes[2] == Failed(configs[2], "measure", "TimeoutError", "took longer than 3 s")
+    assert job.spent_s > 3.0
+
+
+def test_arguments_are_packed_off_the_loop(real_backend, monkeypatch):
+    """Large arguments take their time to pickle, and large outputs to unpickle: neither is the loop's."""
+    threads, packed = [], processes._packed
+
+    def watched(trial):
+        threads.append(threading.current_thread())
+        return packed(trial)
+
+    monkeypatch.setattr(processes, "_packed", watched)
+    large = jnp.arange(1 << 20, dtype=jnp.float32)
+    report = tune(real_backend, hostile(), large, tuner=Tuner(1, 2, isolation="process", check=True))
+    assert report.winner == "fast"
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+
+
+_PROGRAM = """
+import anyio, jax.numpy as jnp
+from asel import Tuner, TuningError
+from hostile import of_config
+
+print("the program runs", flush=True)
+
+class Here:
+    def __init__(self, cfg):
+        self.cfg = cfg
+    def __call__(self, x):
+        return x * self.cfg
+
+async def main():
+    tuner = Tuner(1, 1, isolation="process")
+    print(await tuner.autotune(of_config, (jnp.ones(8),), {}, [1, 2000]))
+    try:
+        await tuner.autotune(Here, (jnp.ones(8),), {}, [1, 2])
+    except TuningError as error:
+        print(error.outcomes[0].message)
+
+anyio.run(main)
+"""
+
+
+def test_a_worker_never_runs_the_program_itself(tmp_path):
+    """A script without a guard around its main part is not run again, and what it defines itself is refused."""
+    script = tmp_path / "program.py"
+    script.write_text(_PROGRAM)
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[:2] == ["the program runs", "1"]
+    assert ran.stdout.count("the program runs") == 1
+    assert "defined in __main__, which a worker does not run" in ran.stdout

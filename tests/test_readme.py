@@ -49,9 +49,15 @@ def test_every_event_is_in_the_table():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_demo_tells_its_story(backend):
-    """`asel demo` is the main job on the real device: cold, warm, crowded, traced."""
+    """`asel demo` is the main job on the real device: cold, warm, crowded, traced, restarted."""
     command = [sys.executable, "-c", "from asel.cli import main; main()", "demo", "--backend", backend]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for line in ("from tier autotune", "from tier memory", "1,000 callers, 1 tune, 1 answer", "traced with"):
+    for line in (
+        "from tier autotune",
+        "from tier memory",
+        "1,000 callers, 1 tune, 1 answer",
+        "traced with",
+        "from tier persistent",
+    ):
         assert line in result.stdout

@@ -221,23 +221,6 @@ async def test_a_background_tune_that_begins_after_the_answer_still_links_to_the
     assert sum(span.name == "asel.choose" for span in captured.spans) == 1
 
 
-async def test_a_claim_is_under_the_tune_it_was_for(monkeypatch):
-    """Asked for before the tune is told, and part of what it took."""
-    monkeypatch.setattr("asel.keeper._NO_WAIT_S", 0.0)
-    captured = CapturedTelemetry()
-    async with chain_of(captured, persistent=Store()) as chain:
-        await request(captured, chain)
-    [tree] = captured.trees
-    [choose] = tree.children
-    assert [child.name for child in choose.children] == ["asel.store.get", "asel.autotune"]
-    tune = choose.children[1]
-    assert [child.name for child in tune.children] == [
-        "asel.store.claim",
-        *["asel.candidate"] * 3,
-        "asel.store.put",
-    ]
-
-
 async def test_a_claim_that_ended_with_anothers_record_is_under_the_call():
     """There is no tune in this process to put it under."""
     captured = CapturedTelemetry()

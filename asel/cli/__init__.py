@@ -34,7 +34,7 @@ def demo(
         str | None, typer.Option(help="Send traces, metrics and logs there, over HTTP: http://127.0.0.1:4318.")
     ] = None,
 ) -> None:
-    """Tune real JAX kernels on this machine: cold, warm, crowded and traced."""
+    """Tune real JAX kernels on this machine: cold, warm, crowded, traced and restarted."""
     from asel.demo.story import tell
 
     console = Console()

@@ -1,10 +1,12 @@
-"""Cold, warm, crowded, traced: the main job, step by step, on this machine's own device."""
+"""Cold, warm, crowded, traced, restarted: the main job, step by step, on this machine's own device."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -16,6 +18,7 @@ from asel.cache import ConfigCache
 from asel.events import CacheHit, CandidateFailed, CandidateMeasured, Event
 from asel.kernel import Invocation
 from asel.outcomes import in_words
+from asel.persistent import PersistentCache
 from asel.selection import ConfigSelectorChain
 from asel.telemetry import default_sinks
 
@@ -26,6 +29,11 @@ _tracer = trace.get_tracer("asel.demo")
 
 async def tell(console: Console) -> None:
     """Select configs for two kernels and show what every tier had to say."""
+    with tempfile.TemporaryDirectory() as folder:
+        await _tell(console, PersistentCache("demo", Path(folder) / "cache"))
+
+
+async def _tell(console: Console, persistent: PersistentCache[Any]) -> None:
     import jax.numpy as jnp
 
     from asel.demo.kernels import BlockedMatMul, ChunkedAttention
@@ -37,7 +45,8 @@ async def tell(console: Console) -> None:
     attend: Invocation[Any, Any] = Invocation("demo.attention", (q, jnp.ones((1024, 64)), jnp.ones((1024, 64))), {})
     tunes = _TuneEvents()
 
-    async with ConfigSelectorChain[Any, Any](ConfigCache(), sinks=(*default_sinks(), tunes)) as selector:
+    sinks = (*default_sinks(), tunes)
+    async with ConfigSelectorChain[Any, Any](ConfigCache(), persistent=persistent, sinks=sinks) as selector:
         console.rule("cold: nothing is known, so the key is tuned")
         console.print(str(await selector.explain(multiply, matmul)), markup=False, highlight=False)
         with _tracer.start_as_current_span("demo: a cold request"):
@@ -55,6 +64,13 @@ async def tell(console: Console) -> None:
 
         console.rule("traced: inside jax.jit there is no waiting, and nothing is measured")
         await _traced(console, selector, matmul)
+
+    console.rule("restarted: what was tuned is on disk")
+    async with ConfigSelectorChain[Any, Any](ConfigCache(), persistent=persistent, sinks=sinks) as selector:
+        with _tracer.start_as_current_span("demo: a request after a restart"):
+            await _timed(console, selector, multiply, matmul)
+    count = sum([1 async for _ in persistent.records()])
+    console.print(f"{count} records, each with its whole tune; the demo's are removed now")
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
     asel.choose                     one call, with the tier that answered
     |- asel.store.get
+    |- asel.store.claim             under the tune, where the call did not wait for it
     '- asel.autotune                under the call that began it; every other that waits has a link to it
-       |- asel.store.claim
        |- asel.candidate            ERROR where it failed; the tune is not, as long as another won
        |  |- asel.candidate.compile
        |  '- asel.candidate.measure
@@ -273,7 +273,8 @@ class _Making:
         if not tune_id and asked is None:
             return self._store_span(get_current())
         # Its parent is yet to come: the tune, or the call with its answer, when it is known what to link to.
-        holder = tune_id or asked.id  # type: ignore[union-attr]
+        waits = asked is not None and asked.id not in self._sink._answered
+        holder = asked.id if asked is not None and (waits or not tune_id) else tune_id
         held = self._sink._held.get(holder, [])
         held.append((event, self._epoch_ns))
         _put(self._sink._held, holder, held)

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import ceil
-from statistics import median
 from time import perf_counter
 
 import jax
 import jax.numpy as jnp
 from side_by_side import without_gc
 
-__all__ = ["FAMILIES", "Blocks", "Family", "Oracle", "record"]
+from asel.strategies import level
+
+__all__ = ["CLAMPED", "FAMILIES", "LONG", "NEAR_EQUALS", "Blocks", "Family", "Oracle", "record"]
 
 # Far above the timer's noise and the cost of dispatching a run.
 LEAST_SAMPLE_S = 1e-3
@@ -75,7 +76,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, cfg: Blocks) -> jax.A
     return jax.lax.map(attend, q.reshape(-1, cfg.a, width)).reshape(q.shape)
 
 
-def recurrence(decay: jax.Array, x: jax.Array, *, cfg: Blocks) -> jax.Array:
+def recurrence(decay: jax.Array, x: jax.Array, *, cfg: Blocks, passes: int = 1) -> jax.Array:
     """The last h of h = decay * h + x: chunks of `a` steps, `b` of them unrolled."""
 
     def step(h: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
@@ -85,20 +86,40 @@ def recurrence(decay: jax.Array, x: jax.Array, *, cfg: Blocks) -> jax.Array:
         return jax.lax.scan(step, h, given, unroll=cfg.b)
 
     chunks = decay.reshape(-1, cfg.a, x.shape[1]), x.reshape(-1, cfg.a, x.shape[1])
-    return jax.lax.scan(chunk, jnp.zeros(x.shape[1]), chunks)[0]
+    start = jnp.zeros(x.shape[1])
+    if passes == 1:
+        return jax.lax.scan(chunk, start, chunks)[0]
+    return jax.lax.fori_loop(0, passes, lambda _, h: jax.lax.scan(chunk, h, chunks)[0], start)
+
+
+def clamped_matmul(x: jax.Array, y: jax.Array, *, cfg: Blocks) -> jax.Array:
+    """The same for candidates that are declared once for all shapes: a block is no larger than its array."""
+    return matmul(x, y, cfg=Blocks(min(cfg.a, x.shape[0]), min(cfg.b, y.shape[1])))
 
 
 def _grid(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Blocks, ...]:
     return tuple(Blocks(a, b) for a, b in product(first, second))
 
 
+_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+
+# Here compiling dominates running, and every candidate is a program of its own.
 FAMILIES = (
-    Family("matmul", matmul, _grid((16, 32, 64, 128, 256), (16, 32, 64, 128, 256)), ((256, 256), (256, 256))),
-    Family("attention", attention, _grid((32, 64, 128, 256, 512), (32, 64, 128, 256, 512)), ((512, 64),) * 3),
-    Family("recurrence", recurrence, _grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8)), ((4096, 64), (4096, 64))),
-    # Here running dominates compiling.
-    Family("matmul, large", matmul, _grid((64, 128, 256, 512, 768), (64, 128, 256, 512, 768)), ((1536, 1536),) * 2),
+    Family("matmul", matmul, _grid(_SIZES[:5], _SIZES[:5]), ((256, 256), (256, 256))),
+    Family("attention", attention, _grid(_SIZES[1:6], _SIZES[1:6]), ((512, 64),) * 3),
+    Family("recurrence", recurrence, _grid((8, *_SIZES[:5]), (1, 2, 4, 8)), ((4096, 64), (4096, 64))),
 )
+# One list of candidates for all shapes: 25 programs of 49.
+CLAMPED = Family("matmul, blocks clamped to the array", clamped_matmul, _grid(_SIZES, _SIZES), ((256, 256),) * 2)
+# Here running dominates compiling.
+LONG = Family(
+    "recurrence, long",
+    partial(recurrence, passes=12),
+    _grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8)),
+    ((65536, 256), (65536, 256)),
+)
+# Here it hardly matters who wins, as long as it is the same one next time.
+NEAR_EQUALS = Family("recurrence, near-equals", recurrence, _grid((16, 32, 64, 128), (4, 8)), ((4096, 64),) * 2)
 
 
 def record(family: Family, samples: int) -> Oracle:
@@ -126,21 +147,21 @@ def record(family: Family, samples: int) -> Oracle:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Knows every candidate's time."""
+    """Knows every candidate's time: the mean of its faster half, for the slower half is what others did meanwhile."""
 
     family: Family
     samples_s: list[list[float]]
 
     def regret(self, cfg: Blocks) -> float:
         """Return by how much, as a fraction, `cfg` is slower than the best."""
-        times = dict(zip(self.family.candidates, map(median, self.samples_s), strict=True))
+        times = dict(zip(self.family.candidates, map(level, self.samples_s), strict=True))
         return times[cfg] / min(times.values()) - 1
 
     @property
     def best_s(self) -> float:
-        return min(map(median, self.samples_s))
+        return min(map(level, self.samples_s))
 
     @property
     def round_s(self) -> float:
         """The seconds in which every candidate runs once."""
-        return sum(map(median, self.samples_s))
+        return sum(map(level, self.samples_s))

@@ -8,17 +8,18 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from statistics import fmean, quantiles
 
-from families import FAMILIES, Oracle, record
+from families import FAMILIES, NEAR_EQUALS, Oracle, record
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from asel.strategies import Board, Exhaustive, Race, Sample, Strategy
 
-SAMPLES = 40
+SAMPLES = 64
 REPLAYS = 50
 STRATEGIES: dict[str, Strategy] = {
     "Exhaustive(3)": Exhaustive(3),
@@ -26,6 +27,7 @@ STRATEGIES: dict[str, Strategy] = {
     "Exhaustive(30)": Exhaustive(30),
     "Race()": Race(),
     "Race(most_rounds=10)": Race(most_rounds=10),
+    "Race(least_s=0)": Race(least_s=0.0),
 }
 
 
@@ -36,6 +38,7 @@ class Replayed:
     samples: int
     seconds: float
     regret: float
+    winner: int
 
 
 def replay(strategy: Strategy, oracle: Oracle, seed: int) -> Replayed:
@@ -51,26 +54,28 @@ def replay(strategy: Strategy, oracle: Oracle, seed: int) -> Replayed:
             board.record(step.index, taken)
             samples, seconds = samples + 1, seconds + taken
         else:
-            board.dropped[step.index] = step.round
-    return Replayed(samples, seconds, oracle.regret(oracle.family.candidates[board.winner()]))
+            board.drop(step.index, step.round)
+    winner = board.winner()
+    return Replayed(samples, seconds, oracle.regret(oracle.family.candidates[winner]), winner)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare strategies on recorded timings.")
-    names = [family.name for family in FAMILIES]
-    parser.add_argument("--family", choices=names, default="recurrence")
-    family = FAMILIES[names.index(parser.parse_args().family)]
+    families = {family.name: family for family in (*FAMILIES, NEAR_EQUALS)}
+    parser.add_argument("--family", choices=families, default="recurrence")
+    family = families[parser.parse_args().family]
     oracle = record(family, SAMPLES)
     title = f"{family.name}: {len(family.candidates)} candidates, {REPLAYS} replays of {SAMPLES} samples each"
     table = Table("strategy", title=title, title_justify="left", box=SIMPLE)
-    for heading in ("samples", "seconds", "regret, mean", "p90", "worst"):
+    for heading in ("samples", "seconds", "regret, mean", "p90", "worst", "same winner"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, strategy in STRATEGIES.items():
         runs = [replay(strategy, oracle, seed) for seed in range(REPLAYS)]
         regrets = [run.regret for run in runs]
         shown = (fmean(regrets), quantiles(regrets, n=10, method="inclusive")[8], max(regrets))
         taken = f"{fmean(run.samples for run in runs):,.0f}", f"{fmean(run.seconds for run in runs):.3f}"
-        table.add_row(name, *taken, *(f"{regret:.2%}" for regret in shown))
+        same = Counter(run.winner for run in runs).most_common(1)[0][1] / REPLAYS
+        table.add_row(name, *taken, *(f"{regret:.2%}" for regret in shown), f"{same:.0%}")
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     return 0
 
