@@ -58,7 +58,7 @@ class PersistentCache(Generic[Cfg]):
         path: Any = None,
         loader: Callable[[Any], Cfg] | None = None,
         dumper: Callable[[Cfg], Any] | None = None,
-        cfg_type: type[Cfg] | Any = None,
+        cfg_type: type[Cfg] | None = None,
         *,
         shipped: Iterable[Any] = (),
     ) -> None:

@@ -15,6 +15,7 @@ from asel import (
     Event,
     Invocation,
     Kernel,
+    PersistentCache,
     Selection,
     Sink,
     Tuner,
@@ -74,6 +75,14 @@ async def select(a: jax.Array) -> None:
         async with selector.events() as stream:
             async for event in stream:
                 assert_type(event, Event)
+
+
+async def keep() -> None:
+    cache = PersistentCache("matmul", cfg_type=Blocks, shipped=["configs.json"])
+    assert_type(cache, PersistentCache[Blocks])
+    assert_type(await cache.get("dev", "op", "key"), Blocks | None)
+    await cache.put("dev", "op", "key", Blocks(1, 1))
+    assert_type(await cache.prune(older_than=3600), int)
 
 
 assert_type(scale, FunctionKernel[int, jax.Array])
