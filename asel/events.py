@@ -272,6 +272,8 @@ class AutotuneFinish(Event):
     skipped: int
     margin: float | None = None
     """By how much of the incumbent's time the winner is faster."""
+    waiters: int = 0
+    """Who is about to get the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,8 +462,9 @@ class SheddingStopped(Event):
 class Sink(Protocol):
     """Where events go. May also have `wants(kind)`, asked before an event of that kind is made.
 
-    One with `hit(key, cfg, start)` is told of answers from the fast lane that way, without an event; it
-    and its `emit` may be called from any thread. `watch(loop, statistics)` and `flush(timeout_s)` are
+    One with `takes_hits = True` is told of answers from the fast lane by `hit(key, cfg, start)`, without an
+    event; that and its `emit` may be called from any thread. One with `deferred = True` is called from a
+    thread that tells of events later. `watch(loop, statistics)` and `flush(timeout_s)` are
     called where a sink has them: when a chain gets to know its loop, and when it closes.
     """
 
@@ -516,7 +519,7 @@ class FanOut:
         self._settle()
 
     def _settle(self) -> None:
-        taps = [sink for sink in self._sinks if hasattr(sink, "hit")]
+        taps: list[Any] = [sink for sink in self._sinks if getattr(sink, "takes_hits", False) is True]
         others = [sink for sink in self._sinks if sink not in taps]
         self._hits: tuple[Callable[[CacheKey, Any, float], object], ...] = tuple(tap.hit for tap in taps)
         self._taps: tuple[_Route, ...] = tuple((getattr(tap, "wants", _anything), tap.emit) for tap in taps)

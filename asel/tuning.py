@@ -270,6 +270,7 @@ class Tuning(Generic[Cfg]):
                 failed=sum(isinstance(outcome, Failed) for outcome in outcomes),
                 skipped=sum(isinstance(outcome, Skipped) for outcome in outcomes),
                 margin=None if done.provenance.report is None else done.provenance.report.margin,
+                waiters=tune.waiters,
             )
         )
 

@@ -90,6 +90,7 @@ async def test_every_entry_of_a_tune_and_a_hit(way):
             "failed": 1,
             "skipped": 0,
             "margin": pytest.approx(2 / 3),
+            "waiters": 1,
             "duration_s": pytest.approx(3.8),
         },
         {
@@ -118,8 +119,8 @@ async def test_every_entry_of_a_tune_and_a_hit(way):
             "event": "asel.closed",
             "level": "info",
             "cancelled": 0,
-            "unsaved": 0,
             "abandoned": (),
+            "unsaved": 0,
             "duration_s": 0.0,
             "trace_id": f"{0xABC:032x}",
         },

@@ -16,7 +16,7 @@ from asel.events import CallerLeft, ClaimWait, NoAnswer, StoreFailed
 from asel.keys import CacheKey
 from asel.telemetry import MetricsSink, Pipeline
 from asel.telemetry.metrics import _durations
-from asel.telemetry.names import DURATION_BUCKETS_S, METRICS
+from asel.telemetry.names import DURATION_BUCKETS_S, INSTRUMENTS, METRICS
 from asel.telemetry.tally import Count, Tally
 from asel.testing import CapturedTelemetry
 
@@ -59,6 +59,14 @@ async def test_what_a_tune_with_waiters_is_worth():
     for name, points in after.items():
         for labels in points:
             assert {label for label, _ in labels} <= set(METRICS[name])
+    data = captured._reader.get_metrics_data()
+    found = {m.name: m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics}
+    assert {name: (instrument(metric), metric.unit) for name, metric in found.items()} == INSTRUMENTS
+
+
+def instrument(metric) -> str:
+    monotonic = getattr(metric.data, "is_monotonic", None)
+    return "histogram" if monotonic is None else "counter" if monotonic else "updowncounter"
 
 
 @pytest.mark.anyio

@@ -49,6 +49,9 @@ def _nothing_is_set_up(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     structlog.reset_defaults()
     yield
+    for thread in threading.enumerate():  # what was given up, and complains in the log when it ends
+        if thread.name == "asel telemetry: closing":
+            thread.join(15)
     assert type(trace.get_tracer_provider()).__name__ == "ProxyTracerProvider"
     assert type(metrics.get_meter_provider()).__name__ == "_ProxyMeterProvider"
     assert not structlog.is_configured()
@@ -124,7 +127,9 @@ async def one_tune_and_hits(hits=200):
 
 
 def _closed_within(endpoint: str, limit_s: float) -> bool:
-    telemetry = configure("service", endpoint, close_timeout_s=0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")  # by when the exporter gives up, which nobody waits for
+        telemetry = configure("service", endpoint, close_timeout_s=0.2)
     run_in_virtual_time(one_tune_and_hits)
     start = time.perf_counter()
     flushed = telemetry.close()

@@ -333,3 +333,21 @@ def test_a_forked_child_has_an_empty_queue_and_a_thread_of_its_own():
         '["child", 0, true, [1], 1]',
         '["parent", 6, true, [5], 5]',
     ]
+
+
+def test_a_sink_that_exits_does_not_end_the_thread():
+    """SystemExit in the telemetry thread would stop all telemetry, silently."""
+
+    class Exits(RecordingSink):
+        deferred = True
+
+        def emit(self, event):
+            super().emit(event)
+            raise SystemExit
+
+    sink, pipeline = Exits(), Pipeline()
+    tap = Tap([sink], pipeline)
+    for n in range(3):
+        tap.hit(KEY, n, 0.0)
+    assert pipeline.flush(10)
+    assert len(sink.events) == pipeline.statistics().emitted == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextvars import copy_context
 
 import anyio
 import pytest
@@ -12,13 +13,18 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, NoConfigError, TuningError
-from asel.events import CacheHit
+from asel.calls import Asked, asking
+from asel.events import CacheHit, ClaimWait
+from asel.keys import CacheKey
+from asel.loop import LoopHandle
 from asel.telemetry import OpenTelemetrySink, Pipeline
 from asel.telemetry.names import ATTRIBUTES, SPANS
 from asel.testing import CapturedTelemetry
+from asel.tuning import _inside
 
 pytestmark = pytest.mark.anyio
 TOY = Toy()
+KEY = CacheKey("dev", "op@v1", "key")
 DECLINED = ("override: no override", "overlay: no overlay has the key")
 
 
@@ -108,6 +114,7 @@ async def test_three_callers_share_a_tune_in_which_one_candidate_fails():
         "asel.candidate.skipped": 0,
         "asel.config": "Blocks(m=3, n=1)",
         "asel.margin": pytest.approx(2 / 3),
+        "asel.waiters": 3,
     }
     assert [waiter.children[0].attributes["asel.wait"] for waiter in waiters] == pytest.approx([3.3, 2.8])
     assert {waiter.children[0].attributes["asel.tune.id"] for waiter in waiters} == {tune.attributes["asel.tune.id"]}
@@ -199,6 +206,39 @@ async def test_a_background_tune_has_a_trace_of_its_own_and_a_link_to_its_cause(
     assert choose.attributes["asel.tier"] == "heuristics"
     assert choose.attributes["asel.declined"][-1] == "autotune: tuning in the background"
     assert choose.attributes["asel.wait"] == 0.0
+
+
+async def test_a_background_tune_that_begins_after_the_answer_still_links_to_the_call():
+    """With a store the claim comes first, and by then the call has its answer: it is not told twice."""
+    captured = CapturedTelemetry()
+    policy = AutotunePolicy(cache_miss_fallback="background")
+    async with chain_of(captured, policy=policy, persistent=Store()) as chain:
+        await request(captured, chain)
+        await chain.settled()
+    tune, asked = outlines(captured)
+    assert asked == "request\n  asel.choose 0-0\n    asel.store.get 0-0"
+    assert tune.splitlines()[0] == "asel.autotune 0-1.2 -> asel.choose"
+    assert sum(span.name == "asel.choose" for span in captured.spans) == 1
+
+
+async def test_a_claim_that_ended_with_anothers_record_is_under_the_call():
+    """There is no tune in this process to put it under."""
+    captured = CapturedTelemetry()
+    [tap] = captured.sinks
+    tap.watch(LoopHandle(), None)
+    with captured.tracer.start_as_current_span("request"):
+        asking.set(Asked(-1, 0.0))
+        inside = copy_context()
+        inside.run(_inside.set, "t1")
+        claim = ClaimWait(key=KEY, start=0.5, end=2.0, waited_s=1.5, outcome="record")
+        inside.run(tap.emit, claim)
+        tap.emit(
+            CacheHit(key=KEY, start=0.0, end=2.0, level="persistent", cfg=BEST, tune_id="t1", began=True, wait_s=1.5)
+        )
+        asking.set(None)
+    [tree] = captured.trees
+    assert tree.outline() == "request\n  asel.choose 0-2\n    asel.store.claim 0.5-2"
+    assert tree.children[0].children[0].attributes["asel.outcome"] == "record"
 
 
 async def test_a_tune_that_a_call_could_not_wait_for_links_to_that_request():

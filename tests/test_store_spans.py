@@ -8,6 +8,7 @@ from kernels import Toy, call
 from test_keeper import Place, bench_over
 from test_spans import chain_of, outlines, request
 
+from asel import AutotunePolicy
 from asel.testing import CapturedTelemetry
 
 pytestmark = pytest.mark.anyio
@@ -52,6 +53,19 @@ async def test_the_holder_of_a_claim_shows_it_before_its_tune():
     assert names == ["asel.store.get", "asel.store.claim", "asel.autotune"]
     [*_, put] = tree.children[0].children[2].children
     assert put.name == "asel.store.put"
+
+
+async def test_a_claim_for_a_tune_in_the_background_is_under_that_tune():
+    """The call was answered before: nothing of what comes later is part of it."""
+    place, captured = Place(), CapturedTelemetry()
+    policy = AutotunePolicy(cache_miss_fallback="background")
+    async with chain_of(captured, persistent=place, policy=policy) as chain:
+        await request(captured, chain)
+        await chain.settled()
+    tune, asked = sorted(captured.trees, key=lambda tree: tree.name)
+    assert asked.outline() == "request\n  asel.choose 0-0\n    asel.store.get 0-0"
+    assert (tune.name, tune.links) == ("asel.autotune", ("asel.choose",))
+    assert [span.name for span in tune.children] == ["asel.store.claim", *["asel.candidate"] * 3, "asel.store.put"]
 
 
 async def test_a_store_that_fails_is_an_error_on_its_span_and_on_no_other():

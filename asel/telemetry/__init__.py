@@ -40,7 +40,7 @@ def gathered(sinks: Iterable[Sink], pipeline: Pipeline | None = None) -> tuple[S
     They say so with `deferred = True`, as asel's own do.
     """
     given = tuple(sinks)
-    slow = [sink for sink in given if getattr(sink, "deferred", False)]
+    slow = [sink for sink in given if getattr(sink, "deferred", False) is True]
     if not slow:
         return given
     tap = Tap(slow, shared_pipeline() if pipeline is None else pipeline)

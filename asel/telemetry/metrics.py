@@ -123,7 +123,7 @@ class MetricsSink:
             "asel.waiters", [self._waiters], "{caller}", "Callers that wait for a tune."
         )
         meter.create_observable_up_down_counter(
-            "asel.background.queue", [self._queued], "{key}", "Keys that are yet to be tuned in the background."
+            "asel.background.queue", [self._queued], "{request}", "Keys that are yet to be tuned in the background."
         )
         meter.create_observable_counter(
             "asel.telemetry.events", [self._emitted], "{event}", "Events that were turned into telemetry."

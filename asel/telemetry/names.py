@@ -71,6 +71,7 @@ ATTRIBUTES = (
     "asel.tier",
     "asel.tune.id",
     "asel.wait",
+    "asel.waiters",
     "error.type",
 )
 

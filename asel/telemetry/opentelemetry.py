@@ -2,8 +2,8 @@
 
     asel.choose                     one call, with the tier that answered
     |- asel.store.get
+    |- asel.store.claim             under the tune, where the call did not wait for it
     '- asel.autotune                under the call that began it; every other that waits has a link to it
-       |- asel.store.claim
        |- asel.candidate            ERROR where it failed; the tune is not, as long as another won
        |  |- asel.candidate.compile
        |  '- asel.candidate.measure
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, get_current
-from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, Status, StatusCode, set_span_in_context
 
 from asel.calls import asking
 from asel.events import (
@@ -76,9 +76,11 @@ class OpenTelemetrySink:
         """Forget what is under way: it is the parent process that ends it."""
         self._tunes: OrderedDict[str, Span] = OrderedDict()
         self._ended: OrderedDict[str, SpanContext] = OrderedDict()
-        # Calls that wait for the tune they began, and what the store said to calls without an answer yet.
+        # Calls that wait for the tune they began, and those that have met one and have their answer.
         self._calls: OrderedDict[int, Span] = OrderedDict()
-        self._held: OrderedDict[int, list[tuple[Event, int]]] = OrderedDict()
+        self._answered: OrderedDict[int, SpanContext] = OrderedDict()
+        # What the store said to a call without an answer yet, or to a tune that has not begun.
+        self._held: OrderedDict[int | str, list[tuple[Event, int]]] = OrderedDict()
 
     def wants(self, kind: type[Event]) -> bool:
         """Tell whether the current trace is recorded; outside of one, whether there is a provider."""
@@ -170,10 +172,18 @@ class _Making:
             _fail(span, "NoConfigError" if event.reason == "no_config" else "TuningError", event.reason)
         elif isinstance(event, CallerLeft):
             span.set_attribute("error.type", event.reason)
-        for held, epoch_ns in () if asked is None else self._sink._held.pop(asked.id, ()):
-            _Making(self._sink, self._tracer, held, epoch_ns)._store_span(set_span_in_context(span))
+        if asked is not None:
+            self._release(asked.id, span)
+            if event.tune_id is not None:
+                _put(self._sink._answered, asked.id, span.get_span_context())
+        if event.began and event.tune_id is not None and event.tune_id not in self._sink._tunes:
+            self._release(event.tune_id, span)  # another process has tuned: its record was all this one waited for
         span.end(self._ns(event.end))
         return span
+
+    def _release(self, holder: int | str, parent: Span) -> None:
+        for held, epoch_ns in self._sink._held.pop(holder, ()):
+            _Making(self._sink, self._tracer, held, epoch_ns)._store_span(set_span_in_context(parent))
 
     def _links_to_tune(self, event: Answer) -> Sequence[Link]:
         if event.tune_id is None or event.began:
@@ -187,6 +197,8 @@ class _Making:
         asked = asking.get()
         if asked is None:
             return get_current()
+        if (answered := self._sink._answered.get(asked.id)) is not None:
+            return set_span_in_context(NonRecordingSpan(answered))
         span = self._sink._calls.get(asked.id)
         if span is None:
             span = self._start("asel.choose", asked.start)
@@ -205,6 +217,7 @@ class _Making:
         span = self._start("asel.autotune", event.start, facts, context, links)
         for _, forgotten in _put(self._sink._tunes, event.tune_id, span):
             forgotten.end()
+        self._release(event.tune_id, span)
         return span
 
     def _end_tune(self, event: AutotuneFinish | AutotuneFailed) -> Span | None:
@@ -219,6 +232,7 @@ class _Making:
                     "asel.candidate.measured": event.measured,
                     "asel.candidate.failed": event.failed,
                     "asel.candidate.skipped": event.skipped,
+                    "asel.waiters": event.waiters,
                 }
             )
             if event.margin is not None:
@@ -253,15 +267,17 @@ class _Making:
     # Stores.
 
     def _store(self, event: Event) -> Span | None:
-        asked = asking.get()
-        if (tune_id := inside_a_tune()) in self._sink._tunes:
+        asked, tune_id = asking.get(), inside_a_tune()
+        if tune_id in self._sink._tunes:
             return self._store_span(self._context_of_tune(tune_id))
-        if asked is None:
+        if not tune_id and asked is None:
             return self._store_span(get_current())
-        # Its parent is made with the answer, when it is known what to link to.
-        held = self._sink._held.get(asked.id, [])
+        # Its parent is yet to come: the tune, or the call with its answer, when it is known what to link to.
+        waits = asked is not None and asked.id not in self._sink._answered
+        holder = asked.id if asked is not None and (waits or not tune_id) else tune_id
+        held = self._sink._held.get(holder, [])
         held.append((event, self._epoch_ns))
-        _put(self._sink._held, asked.id, held)
+        _put(self._sink._held, holder, held)
         return None
 
     def _store_span(self, context: Context) -> Span:

@@ -91,8 +91,9 @@ class Pipeline:
         self._closed = False
         # True iff the thread waits for mail, or there is none: whoever offers something then has to see to it.
         self._asleep = True
-        # Those who wait for the queue to be told.
+        # Those who wait for the queue to be told, and how many marks of such are in the queue.
         self._flushes: set[threading.Event] = set()
+        self._marks = 0
         # Which tap shed last; when telling, how much had been shed before, and when that was last looked at.
         self._shedder: Tap | None = None
         self._shedding: tuple[Tap, int] | None = None
@@ -144,15 +145,28 @@ class Pipeline:
         work_s = max(self._work_s, self._rest_s) if self._flushes else self._work_s
         until = time.perf_counter() + work_s
         while self._queue and time.perf_counter() < until:
-            self._in_hand = 1
-            record = self._queue.popleft()
+            self._in_hand = 1  # before it leaves the queue, so that it always is in one or the other
+            try:
+                record = self._queue.popleft()
+            except IndexError:  # whoever closes was quicker
+                self._in_hand = 0
+                break
             if len(record) == 1:
-                record[0].set()  # a flush has come to its end
-            else:
+                self._in_hand = 0
+                self._reached(record[0])
+                continue
+            try:
                 handle(record)
-                self._emitted += 1
+            except BaseException:  # what would end a program must not end this thread
+                report(record[0], "an event")
+            self._emitted += 1
             self._in_hand = 0
         self._tell_shedding()
+
+    def _reached(self, flush: threading.Event) -> None:
+        with self._lock:
+            self._marks -= 1
+        flush.set()
 
     def _tell_shedding(self) -> None:
         shed = self._shed["ceiling"].value
@@ -180,7 +194,9 @@ class Pipeline:
         done = threading.Event()
         self._flushes.add(done)
         try:
-            self._queue.append((done,))
+            with self._lock:
+                self._marks += 1
+                self._queue.append((done,))
             if self._asleep:
                 self._wake()
             return done.wait(timeout_s)
@@ -198,14 +214,15 @@ class Pipeline:
                 break
             if len(record) > 1:
                 self._shed["closed"].add()
+            else:
+                self._reached(record[0])
         self._mail.set()
         return flushed
 
     def statistics(self) -> PipelineStatistics:
         """Return what became of all that was offered; exact where nothing happens meanwhile."""
         shed = {reason: count.value for reason, count in self._shed.items()}
-        queued = sum(len(record) > 1 for record in list(self._queue)) + self._in_hand
-        return PipelineStatistics(self._emitted, shed, queued)
+        return PipelineStatistics(self._emitted, shed, len(self._queue) - self._marks + self._in_hand)
 
 
 def handle(record: Record) -> None:

@@ -105,7 +105,8 @@ def configure(
 
     OpenTelemetry's environment variables count: `OTEL_EXPORTER_OTLP_ENDPOINT` where no endpoint is given,
     `OTEL_SERVICE_NAME` before `service_name`, `OTEL_TRACES_SAMPLER`, `OTEL_SDK_DISABLED`, and those the SDK
-    reads itself. Tracers that were obtained from it keep to it when it is closed.
+    reads itself. Call it before there is an event loop: the SDK looks around for what it runs on. Tracers that
+    were obtained meanwhile keep to it when it is closed.
 
     Raises:
         InvalidRequestError: there is an endpoint, and the exporter is not installed.
@@ -186,7 +187,8 @@ def _set_up_metrics(telemetry: Telemetry, resource: Resource, endpoint: str | No
     reader = PeriodicExportingMetricReader(_exporter("metric", "OTLPMetricExporter", endpoint))
     provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
     metrics.set_meter_provider(provider)
-    told = f"metrics: to {endpoint}, every {reader._export_interval_millis / 1000:g} s"
+    interval_ms = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "60000"))  # which the SDK reads, too
+    told = f"metrics: to {endpoint}, every {interval_ms / 1000:g} s"
     _note(telemetry, provider, metrics_globals, "_METER_PROVIDER", told)
 
 

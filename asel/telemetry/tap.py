@@ -33,6 +33,7 @@ class Tap:
     context variables. One that has `emit_at(event, epoch_ns)` is given that, any other `emit(event)`.
     """
 
+    takes_hits = True
     never_raises = True
 
     def __init__(self, sinks: Iterable[Sink], pipeline: Pipeline | None) -> None:
