@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,7 @@ ARROW = [
 MAY_IMPORT_JAX = {"benchmark", "demo.kernels"}
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     found = {}
     for path in ROOT.rglob("*.py"):
