@@ -199,7 +199,7 @@ class Race:
     iters: int = 3
     most_rounds: int = 60
     seed: int = 0
-    least_s: float = 0.5
+    least_s: float = 0.25
 
     def plan(self, board: Board) -> Iterator[Step]:
         shuffle = random.Random(self.seed).shuffle

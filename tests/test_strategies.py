@@ -137,7 +137,7 @@ def test_finalists_cost_no_more_than_is_at_stake(sample_s, most):
     board = play(Race(), noisy([sample_s] * 4, 0.5, 3), 4)
     assert 3 <= max(map(len, board.samples.values())) <= most
     first_s = 8 * sample_s * 1.5
-    assert board.cost_s <= first_s + max(0.5, min(first_s, 1.0), first_s / 4) + 12 * sample_s * 2
+    assert board.cost_s <= first_s + max(0.25, min(first_s, 1.0), first_s / 4) + 12 * sample_s * 2
 
 
 def test_running_that_dominates_costs_less_than_half_of_trying_all():
