@@ -88,7 +88,7 @@ def test_a_candidate_that_kills_its_process_costs_one_outcome(real_backend):
     assert (left_running.stage, left_running.error_type) == ("measure", "WorkerDied")
 
 
-@pytest.mark.parametrize("step", ["spin", "spin while running"])
+@pytest.mark.parametrize(("real_backend", "step"), [("asyncio", "spin"), ("trio", "spin while running")])
 def test_a_candidate_that_spins_is_killed_on_time(real_backend, step):
     """No thread is left behind, and the device is free: the rest are measured."""
     report = tune(real_backend, hostile(step), X, timeout_s=3.0)
@@ -249,6 +249,7 @@ def test_two_tunes_of_one_tuner_do_not_end_each_others_workers(real_backend):
     assert workers() == []
 
 
+@pytest.mark.parametrize("real_backend", ["trio"])  # seconds of real spinning, and nothing of it the backend's
 def test_waiting_for_another_tunes_worker_is_nobodys_time(real_backend, monkeypatch):
     """Two tunes share a worker: while one's candidate spins there, the other's wait, and are not timed out for it."""
     monkeypatch.setattr("asel.processes._MOST_WORKERS", 1)
@@ -276,6 +277,7 @@ def test_waiting_for_another_tunes_worker_is_nobodys_time(real_backend, monkeypa
     assert [type(o) for o in reports["hung"].outcomes] == [Measured, Failed, Measured]
 
 
+@pytest.mark.parametrize("real_backend", ["asyncio"])
 def test_compiling_again_is_a_step_like_any_other(real_backend, monkeypatch, tmp_path):
     """A candidate that hangs as it is compiled in the next worker is given up on time, and the tune pays for it."""
     monkeypatch.setenv("ASEL_TEST_MARKER", str(tmp_path / "compiled once"))

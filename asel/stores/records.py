@@ -185,10 +185,10 @@ class _Facts(TypedDict, total=False):
 
     asel: int
     key: Required[CacheKey]
-    cfg: Required[JsonValue]
+    cfg: Required[Any]  # JSON as it was parsed: looking through all of it again would find nothing else
     checksum: str
     environment: Required[dict[str, str]]
-    report: dict[str, JsonValue] | None
+    report: dict[str, Any] | None
     created: Required[float]
     seconds: float
     writer: str
@@ -212,8 +212,8 @@ def _is_deeper(value: Any, most: int) -> bool:
         level = [
             inner
             for outer in level
-            if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if type(inner) in (dict, list)
         ]
         if not level:
             return False
