@@ -50,10 +50,6 @@ class Keeper(Generic[Cfg]):
         self._served = False
 
     @property
-    def has_claims(self) -> bool:
-        return self._place.has_claims
-
-    @property
     def unsaved(self) -> int:
         """How many results wait for the store to work again."""
         return len(self._unsaved)
@@ -106,19 +102,19 @@ class Keeper(Generic[Cfg]):
 
     @asynccontextmanager
     async def claim(
-        self, sought: Sought[Cfg], wait_s: float, on_wait: Callable[[], object], *, anew: bool = False
+        self, sought: Sought[Cfg], wait_s: float, on_held_elsewhere: Callable[[], object], *, anew: bool = False
     ) -> AsyncIterator[Claim]:
         """Hold the right to tune, as far as it can be had; where the store fails, everybody tunes.
 
-        `on_wait` is called where another process holds it and `wait_s` allows to wait. With `anew`, a
-        record that is there does not end the wait.
+        `on_held_elsewhere` is called where another process holds it, and not where the store failed. With
+        `anew`, a record that is there does not end the wait.
         """
         claim, start, stack = Claim(), self._events.now(), AsyncExitStack()
         # Outermost, so that it ends whatever the store's own block does to come and to go.
         bound = stack.enter_context(anyio.CancelScope(deadline=anyio.current_time() + self.timeout_s))
         if self._place.has_claims and self._health.why_not("claim") is None:
             try:
-                found = await self._claimed(stack, bound, sought, wait_s, on_wait, anew)
+                found = await self._claimed(stack, bound, sought, wait_s, on_held_elsewhere, anew)
                 bound.deadline = math.inf
                 await anyio.lowlevel.checkpoint_if_cancelled()  # a shielded store does not notice that it is late
                 claim = found
@@ -153,15 +149,16 @@ class Keeper(Generic[Cfg]):
         bound: anyio.CancelScope,
         sought: Sought[Cfg],
         wait_s: float,
-        on_wait: Callable[[], object],
+        on_held_elsewhere: Callable[[], object],
         anew: bool,
     ) -> Claim:
         async with AsyncExitStack() as first:
             claim = await first.enter_async_context(self._place.claim(sought, 0.0, anew))
+            if not claim.held:
+                on_held_elsewhere()
             if claim.held or wait_s <= 0:
                 stack.push_async_exit(first.pop_all())
                 return claim
-        on_wait()
         bound.deadline = anyio.current_time() + wait_s + self.timeout_s
         async with AsyncExitStack() as second:
             claim = await second.enter_async_context(self._place.claim(sought, wait_s, anew))

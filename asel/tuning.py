@@ -67,7 +67,7 @@ class Tune(Shared[Done[Cfg]]):
         self.saving: anyio.CancelScope | None = None
         self.background = background
         self.told = False
-        # True iff another process is tuning the key, and this one waits for its record.
+        # True iff another process is known to be tuning the key, and this one has not begun to.
         self.elsewhere = False
         self.job = job
         self.sought = sought
@@ -215,12 +215,12 @@ class Tuning(Generic[Cfg]):
         job, policy, sought = tune.job, tune.policy, tune.sought
         wait_s = policy.tune_budget_s + CLAIM_GRACE_S if policy.wait_s is None else policy.wait_s
         leaves = policy.on_pending == "heuristics" and not tune.owned
-        wait = partial(self._wait_elsewhere, tune)
-        async with keeper.claim(sought, 0.0 if leaves else wait_s, wait, anew=tune.on_purpose) as claim:
+        note = partial(self._note_elsewhere, tune)
+        async with keeper.claim(sought, 0.0 if leaves else wait_s, note, anew=tune.on_purpose) as claim:
             if not tune.on_purpose:
                 if (stored := keeper.found_by(claim, sought)) is not None:
                     return Done(stored.cfg, Match(), Provenance("persistent", stored.report))
-                if leaves and not claim.held and keeper.has_claims:
+                if leaves and tune.elsewhere:
                     raise TunedElsewhere(f"another process is tuning {job.key.op_id!r}", key=job.key)
                 known = timings_in(await keeper.reports(sought), job.candidates, job.objective, sought.environment)
                 job.known = {**known, **job.known}
@@ -229,7 +229,7 @@ class Tuning(Generic[Cfg]):
             done = await self._find(tune)
             return await self._keep(tune, keeper, done, claim)
 
-    def _wait_elsewhere(self, tune: Tune[Cfg]) -> None:
+    def _note_elsewhere(self, tune: Tune[Cfg]) -> None:
         tune.elsewhere = True
         tune.wake()
 

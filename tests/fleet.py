@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--hang", action="store_true", help="never finish the first sample")
     parser.add_argument("--favourite", type=int, default=3, help="the config that is fastest here")
     parser.add_argument("--wait-s", type=float)
+    parser.add_argument("--lease-s", type=float, help="of a claim in Redis")
     given = parser.parse_args()
 
     import anyio
@@ -108,6 +109,7 @@ def main() -> None:
     from kernels import Blocks, Toy, call
 
     from asel import AutotunePolicy, ConfigSelectorChain, PersistentCache, Tuner
+    from asel.stores.redis import RedisStore
     from asel.testing import RecordingSink
 
     class Logging:
@@ -123,7 +125,10 @@ def main() -> None:
 
     async def choose() -> Answer:
         sink = RecordingSink()
-        cache = PersistentCache("toy", given.location, cfg_type=Blocks)
+        store = given.location
+        if given.lease_s is not None:
+            store = RedisStore(given.location, lease_s=given.lease_s, renew_s=given.lease_s / 3)
+        cache = PersistentCache("toy", store, cfg_type=Blocks)
         tuner = Tuner(0, 1, measure=Logging(), strategy="exhaustive")
         policy = AutotunePolicy(wait_s=given.wait_s)
         async with ConfigSelectorChain(None, policy, tuner, cache, sinks=[sink]) as chain:

@@ -44,19 +44,15 @@ def test_eight_processes_and_one_cold_key_make_one_tune(location, tmp_path):
     assert sum(answer.events.count("persisted") for answer in answers) == 1
 
 
-@pytest.mark.parametrize("name", ["cache", "cache.json"])
-def test_a_holder_that_is_killed_is_replaced_by_one_other(name, tmp_path):
-    """A file's lock ends with its process, so the tune is finished by one of those who waited.
-
-    A lease in Redis ends a little later; test_store_redis.py kills its holder.
-    """
-    location, log = str(tmp_path / name), tmp_path / "log"
-    holder = Member(location, log, "--hang")
+def test_a_holder_that_is_killed_is_replaced_by_one_other(location, tmp_path):
+    """A file's lock ends with its process, a lease soon after: the tune is finished by one of those who waited."""
+    log, options = tmp_path / "log", ("--lease-s", "2") if location.startswith("redis") else ()
+    holder = Member(location, log, "--hang", *options)
     with ended(holder):
         holder.ready()
         holder.go()
         assert holder.says() == "measuring"
-        with Fleet(location, log, 3) as fleet:
+        with Fleet(location, log, 3, *options) as fleet:
             for member in fleet.members:
                 member.go()
             holder.process.send_signal(signal.SIGKILL)

@@ -633,6 +633,15 @@ async def test_without_async_with_heuristics_meanwhile_hold_as_well():
     assert (await bench.chain.select(call(), Toy())).tier == "autotune"
 
 
+@pytest.mark.parametrize("broken", ["claim", "get"])
+async def test_a_claim_that_fails_is_not_another_process_at_work(broken):
+    """Where the store is broken everybody tunes, also those who would not wait for anyone."""
+    place = Place()
+    place.broken = {broken}
+    bench = bench_over(place, allow={"on_pending": "heuristics"})
+    assert (await bench.chain.select(call(), Toy())).tier == "autotune"
+
+
 async def test_without_async_with_what_could_not_be_stored_goes_with_the_next_that_can():
     """Nobody is there to try again, so whoever succeeds takes the rest along."""
     place = Place()

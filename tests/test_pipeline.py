@@ -323,7 +323,6 @@ print(json.dumps(["parent", pipeline.statistics().emitted, flushed, selections, 
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.skipif(not hasattr(sys, "getswitchinterval") or sys.platform == "win32", reason="forks")
 def test_a_forked_child_has_an_empty_queue_and_a_thread_of_its_own():
     """What was queued is told once, by the parent; the child tells of what the child does."""
     script = FORKING.format(tests=str(Path(__file__).parent))
