@@ -19,6 +19,10 @@ from asel.strategies import level
 
 __all__ = ["CLAMPED", "FAMILIES", "LONG", "NEAR_EQUALS", "Blocks", "Family", "Oracle", "record"]
 
+# Importing ejKernel turns JAX's cache of compiled programs on, for its whole process and from one run to the
+# next: whoever comes after it would be timed reading files.
+jax.config.update("jax_enable_compilation_cache", False)
+
 # Far above the timer's noise and the cost of dispatching a run.
 LEAST_SAMPLE_S = 1e-3
 
