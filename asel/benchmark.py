@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from asel.canonical import aval_form
 from asel.devices import Settings
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.signatures import is_numeric
+from asel.strategies import LONG_S
 from asel.threads import run_in_thread
 
 __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete", "settings_held"]
@@ -28,6 +30,9 @@ __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "con
 # A sample this long is far above the timer's noise and the cost of dispatching one run.
 LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
+_BATCHES = 5
+# A batch as long as this needs no others beside it.
+_SHORT_S = 2e-3
 _BREATH_S = 250e-6
 # What JAX raises when a function needs the values of what it is traced with.
 _NEEDS_VALUES = (
@@ -136,27 +141,44 @@ class Program:
 
 
 class Timing:
-    """Samples of a compiled program: short runs are repeated until a sample is well above the timer's noise."""
+    """Samples of a compiled program, each in a thread of its own, whose first run is cold.
+
+    A run of `LONG_S` is a sample, the cold one too. Of shorter ones the cold one does not count, and a
+    sample is the median of a few batches, each long enough for the timer: now and then the system takes
+    a batch away for milliseconds, and a mean would tell of nothing else.
+    """
 
     def __init__(self, program: Program, timer: Callable[[], float], least_sample_s: float) -> None:
         self.program = program
         self._timer = timer
         self._least_sample_s = least_sample_s
         self._runs = 0
+        self._batches = _BATCHES
 
     def sample(self) -> float:
         """Return the seconds one run takes."""
         if self.program.how == "eager":
-            return self.program.run(1, self._timer)
+            return self._run(1)
+        if self._batches > 1:
+            cold_s = self._run(1)
+            if cold_s >= LONG_S and not self._runs:
+                return cold_s
+        taken = self._batch()
+        self._batches = _BATCHES if taken < _SHORT_S else 1
+        return median([taken, *(self._run(self._runs) for _ in range(1, self._batches))]) / self._runs
+
+    def _batch(self) -> float:
+        """Return the seconds of as many runs as are well above the timer's noise."""
         runs = self._runs or 1
-        if self._runs != 1:  # each sample has a thread of its own, whose first run is cold: too cold for a short one
-            self.program.run(1, self._timer)
-        taken = self.program.run(runs, self._timer)
+        taken = self._run(runs)
         while 0 < taken < self._least_s() and runs < _MOST_RUNS:
             runs = min(_MOST_RUNS, max(runs + 1, math.ceil(1.2 * runs * self._least_s() / taken)))
-            taken = self.program.run(runs, self._timer)
+            taken = self._run(runs)
         self._runs = runs
-        return taken / runs
+        return taken
+
+    def _run(self, times: int) -> float:
+        return self.program.run(times, self._timer)
 
     def _least_s(self) -> float:
         return max(self._least_sample_s, 10 * dispatch_overhead_s())

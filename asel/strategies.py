@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean, median, quantiles
 from typing import Protocol
 
@@ -26,6 +27,8 @@ PRECISE = 0.01
 JITTER_S = 5e-3
 # A run this long has its one-off costs behind it in a small part of it, so that even the first one tells something.
 LONG_S = 10e-3
+# So many rounds are needed to tell what slowed a round from what is slow.
+LEAST_ROUNDS = 5
 # What a sample costs at the least: handing it over, and repeating a short run until a timer can see it.
 LEAST_COST_S = 1e-3
 
@@ -66,8 +69,11 @@ class Board:
     samples: dict[int, list[float]] = field(default_factory=dict)
     warmups: dict[int, list[float]] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
+    rounds: list[dict[int, float]] = field(default_factory=list)
+    """The samples again, those together that were taken in one round."""
     cost_s: float = 0.0
     """What sampling has taken, as far as samples tell."""
+    _paired: dict[int, list[float]] | None = None
 
     def record(self, index: int, seconds: float) -> None:
         self.cost_s += max(seconds, LEAST_COST_S)
@@ -76,6 +82,10 @@ class Board:
             warm.append(seconds)
         else:
             self.samples.setdefault(index, []).append(seconds)
+            if not self.rounds or index in self.rounds[-1]:
+                self.rounds.append({})
+            self.rounds[-1][index] = seconds
+            self._paired = None
 
     def is_warm(self, index: int) -> bool:
         return len(self.warmups.get(index, ())) >= self.warmup
@@ -83,13 +93,32 @@ class Board:
     def drop(self, index: int, number: int) -> None:
         """Take a candidate out of the race; where it has only been warmed up, that is all that is known of it."""
         self.dropped[index] = number
+        self._make_do(index)
+        self._paired = None
+
+    def make_do(self) -> None:
+        """End here: long warm-ups count for those that have not come further."""
+        for index in self.alive:
+            if self.is_long(index):
+                self._make_do(index)
+
+    def _make_do(self, index: int) -> None:
         self.samples.setdefault(index, self.warmups.get(index, [])[-1:])
+
+    def is_long(self, index: int) -> bool:
+        """Tell whether even a candidate's warm-up says something of it."""
+        return self.is_warm(index) and self.witness(index) >= LONG_S
+
+    def witness(self, index: int) -> float:
+        """Return the best that was seen of a candidate, its warm-up included."""
+        return min((*self.samples.get(index, ()), *self.warmups.get(index, ())), default=inf)
 
     def remove(self, index: int) -> None:
         """Forget a candidate that failed."""
         if index in self.candidates:
             self.candidates.remove(index)
         self.samples.pop(index, None)
+        self._paired = None
 
     @property
     def alive(self) -> list[int]:
@@ -105,19 +134,37 @@ class Board:
 
     def level(self, index: int) -> float:
         """Return what a candidate is ranked by."""
-        return level(self.samples[index])
+        paired = self._in_pairs().get(index)
+        return level(self.samples[index]) if paired is None else median(paired)
 
     def interval(self, index: int) -> tuple[float, float]:
         """Return the bounds within which a level lies: McGill's notch, 1.58 IQR / sqrt(n) to either side.
 
         Wider where samples are few: they show less scatter than there is.
         """
-        samples = self.samples[index]
+        samples = self._in_pairs().get(index, self.samples[index])
         if len(samples) < 2:
-            return 0.0, float("inf")
+            return 0.0, inf
         low, _, high = quantiles(samples, n=4, method="inclusive")
-        reach = 1.58 * (high - low) / len(samples) ** 0.5 * (1 + 4 / len(samples))
-        return level(samples) - reach, level(samples) + reach
+        reach, middle = 1.58 * (high - low) / len(samples) ** 0.5 * (1 + 4 / len(samples)), self.level(index)
+        return middle - reach, middle + reach
+
+    def _in_pairs(self) -> dict[int, list[float]]:
+        """Return the finalists' samples, freed of what slowed a whole round: each as a part of its round's median.
+
+        What is left scatters half as much. Needs `LEAST_ROUNDS` in which all of them ran.
+        """
+        if self._paired is None:
+            self._paired = {}
+            racing = [i for i in self.finalists if any(i in samples for samples in self.rounds)]
+            rounds = [samples for samples in self.rounds if all(i in samples for i in racing)]
+            middles = [median(samples[i] for i in racing) for samples in rounds]
+            if len(racing) > 1 and len(rounds) >= LEAST_ROUNDS and min(middles) > 0:
+                scale = level(middles)
+                for index in racing:
+                    parts = zip(rounds, middles, strict=True)
+                    self._paired[index] = [samples[index] / middle * scale for samples, middle in parts]
+        return self._paired
 
     def spread(self, index: int) -> float:
         """Return how well a level is known: the reach of its interval, as a fraction; 0 where nothing tells."""
@@ -179,11 +226,11 @@ class Race:
     """A first pass over all, then rounds in which every survivor is sampled once; orders shuffled by `seed`.
 
     The first pass goes candidate by candidate, the incumbent first: a warm-up and a sample, so that
-    whatever hangs later leaves something measured. A warm-up that is slower than the best so far by a
-    tenth and `JITTER_S` is witness enough where runs are long (`LONG_S`); no sample follows it.
+    whatever hangs later leaves something measured. Where runs are long (`LONG_S`) a warm-up tells enough
+    to let the sample wait until all are warm; those slower than the best by a tenth and `JITTER_S` get none.
 
     A round drops the clear losers: those whose best sample is slower than what the leader's level may
-    be, twice as slow after the first round, by a quarter after the second, a tenth after the third, and
+    be, twice as slow after the second round, by a quarter after the third, a tenth after the fourth, and
     by more than a tie from then on. Samples are late and never early, so the best one is a fair witness.
     What makes them late is a few milliseconds, whatever their length, so long ones are precise and drop
     out sooner: by a twentieth and `JITTER_S` over the number of the round. Two always stay, and so does
@@ -204,14 +251,19 @@ class Race:
     def plan(self, board: Board) -> Iterator[Step]:
         shuffle = random.Random(self.seed).shuffle
         begun_s = board.cost_s
-        order = board.alive
+        order, waiting = board.alive, list[int]()
         shuffle(order)
         for index in sorted(order, key=lambda index: index != board.incumbent):
             while index in board.candidates and not board.is_warm(index):
                 yield Sample(index)
-            if index not in board.candidates or board.samples.get(index):
-                continue
-            yield Drop(index, 0) if self._is_out_at_once(board, index) else Sample(index)
+            if index in board.candidates and not board.samples.get(index):
+                if board.measured and board.is_long(index):
+                    waiting.append(index)
+                else:
+                    yield Sample(index)
+        for index in waiting:
+            if index in board.candidates:
+                yield Drop(index, 0) if self._is_out_at_once(board, index) else Sample(index)
         first_s, begun_s = board.cost_s - begun_s, board.cost_s
         effort_s = max(self.least_s, min(first_s, 1.0), first_s / 4)
         for number in range(1, max(self.iters, self.most_rounds) + 1):
@@ -228,16 +280,16 @@ class Race:
                 return
 
     def _is_out_at_once(self, board: Board, index: int) -> bool:
-        if index == board.incumbent or not board.warmup:
+        taken = board.witness(index)
+        faster = [best for i in board.alive if (best := board.witness(i)) < taken]
+        if index == board.incumbent or len(faster) < 2:
             return False
-        taken = board.warmups[index][-1]
-        faster = [best for i in board.alive if board.samples.get(i) and (best := min(board.samples[i])) < taken]
-        return len(faster) >= 2 and min(faster) >= LONG_S and taken > min(faster) * 1.1 + JITTER_S
+        return min(faster) >= LONG_S and taken > min(faster) * 1.1 + JITTER_S
 
     def _losers(self, board: Board, number: int) -> Sequence[int]:
         leader = board.leader()
         best = board.level(leader) * (1 + board.spread(leader))
-        allowed = {1: 2.0, 2: 1.25, 3: 1.1}.get(number, 1 + LEAST_NOISE)
+        allowed = {1: inf, 2: 2.0, 3: 1.25, 4: 1.1}.get(number, 1 + LEAST_NOISE)
         allowed_s = min(best * allowed, best * 1.05 + JITTER_S / number)
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.level)
         losers = [i for i in standing[2:] if min(board.samples[i]) > allowed_s]

@@ -243,6 +243,7 @@ class Tuner(Generic[Cfg]):
                     measured = bool(board.measured)
         except LaneStuck:
             untried = "an abandoned candidate still occupies the device"
+        board.make_do()
         for index in ready:
             if index in job.runners and not board.samples.get(index):
                 board.remove(index)
