@@ -30,7 +30,7 @@ __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "con
 # A sample this long is far above the timer's noise and the cost of dispatching one run.
 LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
-_BATCHES = 5
+_BATCHES = 3
 # A batch as long as this needs no others beside it.
 _SHORT_S = 2e-3
 _BREATH_S = 250e-6
@@ -153,19 +153,22 @@ class Timing:
         self._timer = timer
         self._least_sample_s = least_sample_s
         self._runs = 0
-        self._batches = _BATCHES
+        self._is_short = True
 
     def sample(self) -> float:
-        """Return the seconds one run takes."""
+        """Return the seconds one run takes; roughly, the first time."""
         if self.program.how == "eager":
             return self._run(1)
-        if self._batches > 1:
+        first = not self._runs
+        if self._is_short:
             cold_s = self._run(1)
-            if cold_s >= LONG_S and not self._runs:
+            if first and cold_s >= LONG_S:
                 return cold_s
         taken = self._batch()
-        self._batches = _BATCHES if taken < _SHORT_S else 1
-        return median([taken, *(self._run(self._runs) for _ in range(1, self._batches))]) / self._runs
+        self._is_short = taken < _SHORT_S
+        if self._is_short and not first:
+            taken = median([taken, *(self._run(self._runs) for _ in range(1, _BATCHES))])
+        return taken / self._runs
 
     def _batch(self) -> float:
         """Return the seconds of as many runs as are well above the timer's noise."""

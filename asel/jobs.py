@@ -240,7 +240,7 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
         raise _all_failed(job, outcomes)
     # A report is kept for long; an exception would keep all that its traceback refers to.
     outcomes = tuple(replace(o, error=None) if isinstance(o, Failed) else o for o in outcomes)
-    board.candidates = comparable
+    board.enter(comparable)
     winner, leader = board.winner(), board.leader()
     incumbent = job.incumbent if job.incumbent in comparable else None
     return TuneReport(

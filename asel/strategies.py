@@ -72,11 +72,13 @@ class Board:
     rounds: list[dict[int, float]] = field(default_factory=list)
     """The samples again, those together that were taken in one round."""
     cost_s: float = 0.0
-    """What sampling has taken, as far as samples tell."""
+    """What sampling has taken."""
     _paired: dict[int, list[float]] | None = None
+    _levels: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def record(self, index: int, seconds: float) -> None:
-        self.cost_s += max(seconds, LEAST_COST_S)
+    def record(self, index: int, seconds: float, cost_s: float = 0.0) -> None:
+        """Note a sample, and what it took to get it: more than it says, where it is one of many runs."""
+        self.cost_s += max(seconds, cost_s, LEAST_COST_S)
         warm = self.warmups.setdefault(index, [])
         if len(warm) < self.warmup:
             warm.append(seconds)
@@ -85,7 +87,7 @@ class Board:
             if not self.rounds or index in self.rounds[-1]:
                 self.rounds.append({})
             self.rounds[-1][index] = seconds
-            self._paired = None
+            self._has_changed()
 
     def is_warm(self, index: int) -> bool:
         return len(self.warmups.get(index, ())) >= self.warmup
@@ -94,7 +96,7 @@ class Board:
         """Take a candidate out of the race; where it has only been warmed up, that is all that is known of it."""
         self.dropped[index] = number
         self._make_do(index)
-        self._paired = None
+        self._has_changed()
 
     def make_do(self) -> None:
         """End here: long warm-ups count for those that have not come further."""
@@ -118,7 +120,16 @@ class Board:
         if index in self.candidates:
             self.candidates.remove(index)
         self.samples.pop(index, None)
+        self._has_changed()
+
+    def enter(self, candidates: Sequence[int]) -> None:
+        """Have these in the race, and no others."""
+        self.candidates = list(candidates)
+        self._has_changed()
+
+    def _has_changed(self) -> None:
         self._paired = None
+        self._levels.clear()
 
     @property
     def alive(self) -> list[int]:
@@ -134,20 +145,27 @@ class Board:
 
     def level(self, index: int) -> float:
         """Return what a candidate is ranked by."""
-        paired = self._in_pairs().get(index)
-        return level(self.samples[index]) if paired is None else median(paired)
+        return self._known(index)[0]
 
-    def interval(self, index: int) -> tuple[float, float]:
-        """Return the bounds within which a level lies: McGill's notch, 1.58 IQR / sqrt(n) to either side.
+    def spread(self, index: int) -> float:
+        """Return how well a level is known, as a fraction; 0 where nothing tells.
 
-        Wider where samples are few: they show less scatter than there is.
+        McGill's notch: 1.58 IQR / sqrt(n) to either side. Wider where samples are few: they show less
+        scatter than there is.
         """
-        samples = self._in_pairs().get(index, self.samples[index])
-        if len(samples) < 2:
-            return 0.0, inf
-        low, _, high = quantiles(samples, n=4, method="inclusive")
-        reach, middle = 1.58 * (high - low) / len(samples) ** 0.5 * (1 + 4 / len(samples)), self.level(index)
-        return middle - reach, middle + reach
+        return self._known(index)[1]
+
+    def _known(self, index: int) -> tuple[float, float]:
+        if index not in self._levels:
+            paired = self._in_pairs().get(index)
+            samples = self.samples[index] if paired is None else paired
+            middle = level(samples) if paired is None else median(samples)
+            reach = 0.0
+            if len(samples) > 1 and middle > 0:
+                low, _, high = quantiles(samples, n=4, method="inclusive")
+                reach = 1.58 * (high - low) / len(samples) ** 0.5 * (1 + 4 / len(samples)) / middle
+            self._levels[index] = middle, reach
+        return self._levels[index]
 
     def _in_pairs(self) -> dict[int, list[float]]:
         """Return the finalists' samples, freed of what slowed a whole round: each as a part of its round's median.
@@ -165,13 +183,6 @@ class Board:
                     parts = zip(rounds, middles, strict=True)
                     self._paired[index] = [samples[index] / middle * scale for samples, middle in parts]
         return self._paired
-
-    def spread(self, index: int) -> float:
-        """Return how well a level is known: the reach of its interval, as a fraction; 0 where nothing tells."""
-        middle = self.level(index)
-        if len(self.samples[index]) < 2 or middle <= 0:
-            return 0.0
-        return (self.interval(index)[1] - middle) / middle
 
     def noise(self, *indices: int) -> float:
         """Return how far apart two levels may be and still be a tie, as a fraction."""
@@ -196,11 +207,39 @@ class Board:
         Equals are within the noise too, but never by more than `MOST_TIE`. What was dropped was clearly
         slower, and cannot come back on the strength of few samples.
         """
-        leader, incumbent = self.leader(), self.incumbent
+        leader = self.leader()
+        return next(i for i in self._by_preference() if i == leader or self._excess(i, leader)[0] <= 0)
+
+    def losers(self) -> list[int]:
+        """Return the finalists that are clearly too slow to win."""
+        leader = self.leader()
+        excesses = {i: self._excess(i, leader) for i in self.finalists if i != leader}
+        return [i for i, (over, doubt) in excesses.items() if over > doubt]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more samples would hardly change the winner.
+
+        It is clearly an equal of the leader, and those that would be preferred to it are clearly none; or
+        as much of that as matters is known to within `PRECISE`.
+        """
+        leader, winner = self.leader(), self.winner()
+        preferred = self._by_preference()
+        for index in preferred[: preferred.index(winner) + 1]:
+            over, doubt = self._excess(index, leader)
+            if index != leader and abs(over) < doubt and doubt > PRECISE:
+                return False
+        return True
+
+    def _by_preference(self) -> list[int]:
+        return sorted(self.finalists, key=lambda index: (index != self.incumbent, index))
+
+    def _excess(self, index: int, leader: int) -> tuple[float, float]:
+        """Return by how much a candidate is too slow to win, as a fraction, and how uncertain that is."""
         best = self.level(leader)
-        if incumbent in self.finalists and self.level(incumbent) <= best * (1 + self.noise(leader, incumbent)):
-            return incumbent
-        return min(i for i in self.finalists if self.level(i) <= best * (1 + self.tie(leader, i)))
+        allowed = (self.noise if index == self.incumbent else self.tie)(leader, index)
+        over = self.level(index) / best - 1 - allowed if best > 0 else 0.0
+        return over, max(self.spread(leader), self.spread(index))
 
 
 class Strategy(Protocol):
@@ -230,23 +269,22 @@ class Race:
     to let the sample wait until all are warm; those slower than the best by a tenth and `JITTER_S` get none.
 
     A round drops the clear losers: those whose best sample is slower than what the leader's level may
-    be, twice as slow after the second round, by a quarter after the third, a tenth after the fourth, and
-    by more than a tie from then on. Samples are late and never early, so the best one is a fair witness.
-    What makes them late is a few milliseconds, whatever their length, so long ones are precise and drop
-    out sooner: by a twentieth and `JITTER_S` over the number of the round. Two always stay, and so does
-    the incumbent: it is what the winner is held against.
+    be, three times as slow after the first round, by half after the second, a fifth after the third, a
+    tenth after the fourth; from then on those that are too slow to win beyond doubt. Samples are late and
+    never early, so the best one is a fair witness. What makes them late is a few milliseconds, whatever
+    their length, so long ones are precise and drop out sooner: by a twentieth and `JITTER_S` over the
+    number of the round. Two always stay, and so does the incumbent: it is what the winner is held against.
 
-    It is over after `iters` rounds at the earliest, when every survivor's interval lies clear of the
-    leader's or both levels are known to within `PRECISE`. It is over after `most_rounds` at the latest,
-    or when the rounds have cost what is at stake: as much as the first pass up to a second, a quarter of
-    it beyond that, and `least_s` in any case. So short kernels, which are noisy and cheap, are sampled
-    often, and long ones, which are neither, seldom.
+    It is over after `iters` rounds at the earliest, when more samples would hardly change who wins; after
+    `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
+    up to a second, a quarter of it beyond that, and `least_s` in any case. So short kernels, which are
+    noisy and cheap, are sampled often, and long ones, which are neither, seldom.
     """
 
     iters: int = 3
     most_rounds: int = 60
     seed: int = 0
-    least_s: float = 0.25
+    least_s: float = 0.6
 
     def plan(self, board: Board) -> Iterator[Step]:
         shuffle = random.Random(self.seed).shuffle
@@ -276,7 +314,7 @@ class Race:
                 return
             for index in self._losers(board, number):
                 yield Drop(index, number)
-            if number >= self.iters and (self._is_settled(board) or board.cost_s - begun_s >= effort_s):
+            if number >= self.iters and (board.is_settled or board.cost_s - begun_s >= effort_s):
                 return
 
     def _is_out_at_once(self, board: Board, index: int) -> bool:
@@ -289,22 +327,12 @@ class Race:
     def _losers(self, board: Board, number: int) -> Sequence[int]:
         leader = board.leader()
         best = board.level(leader) * (1 + board.spread(leader))
-        allowed = {1: inf, 2: 2.0, 3: 1.25, 4: 1.1}.get(number, 1 + LEAST_NOISE)
+        allowed = {1: 3.0, 2: 1.5, 3: 1.2, 4: 1.1}.get(number, inf)
         allowed_s = min(best * allowed, best * 1.05 + JITTER_S / number)
+        slow = set(board.losers()) if number > 4 else set[int]()
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.level)
-        losers = [i for i in standing[2:] if min(board.samples[i]) > allowed_s]
+        losers = [i for i in standing[2:] if i in slow or min(board.samples[i]) > allowed_s]
         return [i for i in losers if i != board.incumbent]
-
-    def _is_settled(self, board: Board) -> bool:
-        leader = board.leader()
-        _, high = board.interval(leader)
-        for index in board.alive:
-            if index == leader or not board.samples.get(index):
-                continue
-            low, _ = board.interval(index)
-            if low <= high and max(board.spread(leader), board.spread(index)) > PRECISE:
-                return False
-        return True
 
 
 def _incumbent_first(board: Board) -> list[int]:

@@ -238,7 +238,7 @@ class Tuner(Generic[Cfg]):
                 if measured:
                     await self._follow(job, board, _glance(job, board, way))
                 else:
-                    board.candidates = way
+                    board.enter(way)
                     await self._follow(job, board, self._strategy.plan(board))
                     measured = bool(board.measured)
         except LaneStuck:
@@ -268,8 +268,9 @@ class Tuner(Generic[Cfg]):
         runner = job.runners[index]
         try:
             async with self._at_work(job, index):
-                with _step(job, index, "measure"):
-                    board.record(index, _checked(await runner.sampler()))
+                with _step(job, index, "measure") as taken_s:
+                    seconds = _checked(await runner.sampler())
+                board.record(index, seconds, taken_s())
         except LaneStuck:
             raise
         except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune

@@ -691,14 +691,18 @@ def test_a_candidate_that_hangs_is_abandoned_on_time(real_backend):
             release.wait(4)
         return x + 1
 
+    took_s = []
     try:
-        report, sink = chosen_among(real_backend, ["good", "hangs", "late"], run, candidate_timeout_s=0.5)
+        while len(took_s) < 3 and min(took_s, default=9) >= 0.7:  # on a busy machine, the best of three
+            report, sink = chosen_among(real_backend, ["good", "hangs", "late"], run, candidate_timeout_s=0.5)
+            (start,), (finish,) = sink.named("autotune_start"), sink.named("autotune_finish")
+            took_s.append(finish.end - start.start)
     finally:
         release.set()
     (failed,) = sink.named("candidate_failed")
+    assert 0.5 <= min(took_s) < 0.7
     assert failed.still_busy
     assert failed.error_type == "TimeoutError"
-    assert 0.5 <= failed.end - failed.start < 1.5  # 0.7 s on a quiet machine
     assert "still busy" in report.outcomes[1].message
     assert report.winner in ("good", "late")
     assert sink.events[-1].abandoned == ("lowering 'hangs'",)
@@ -811,7 +815,7 @@ def test_a_kernel_of_microseconds_is_run_many_times_in_a_sample():
     timing.sample()
     assert batches[0] == 1
     assert min(batches[1:]) * 1e-6 >= LEAST_SAMPLE_S
-    assert len(batches) == 6
+    assert len(batches) == 4
 
 
 def test_a_long_run_is_a_sample_even_the_first():
@@ -830,10 +834,10 @@ def test_a_first_run_that_is_long_for_once_counts_once():
 
 
 def test_a_batch_that_the_system_takes_away_does_not_count():
-    """A sample of short runs is a median: two of five may be as late as they like."""
-    runs = iter([1e-3, 1e-3, 9e-3, 1e-3, 30e-3, 1e-3])
+    """A sample of short runs is a median: one of three may be as late as it likes."""
+    runs = iter([1e-3, 1e-3, 1e-3, 1e-3, 30e-3, 1e-3])
     timing, _ = timed_by_script(lambda: next(runs))
-    assert timing.sample() == 1e-3
+    assert timing.sample() == timing.sample() == 1e-3
 
 
 def test_short_kernels_are_told_apart(real_backend):
