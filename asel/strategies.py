@@ -220,26 +220,24 @@ class Board:
     def is_settled(self) -> bool:
         """Whether more samples would hardly change the winner.
 
-        It is clearly an equal of the leader, and those that would be preferred to it are clearly none; or
-        as much of that as matters is known to within `PRECISE`.
+        Whichever of the others were the best, it would clearly be an equal; and those that would be
+        preferred to it clearly are none. Or as much of that as matters is known to within `PRECISE`.
         """
         leader, winner = self.leader(), self.winner()
         preferred = self._by_preference()
-        for index in preferred[: preferred.index(winner) + 1]:
-            over, doubt = self._excess(index, leader)
-            if index != leader and abs(over) < doubt and doubt > PRECISE:
-                return False
-        return True
+        asked = [self._excess(winner, index) for index in preferred if index != winner]
+        asked += [self._excess(index, leader) for index in preferred[: preferred.index(winner)]]
+        return all(abs(over) >= doubt or doubt <= PRECISE for over, doubt in asked)
 
     def _by_preference(self) -> list[int]:
         return sorted(self.finalists, key=lambda index: (index != self.incumbent, index))
 
-    def _excess(self, index: int, leader: int) -> tuple[float, float]:
-        """Return by how much a candidate is too slow to win, as a fraction, and how uncertain that is."""
-        best = self.level(leader)
-        allowed = (self.noise if index == self.incumbent else self.tie)(leader, index)
-        over = self.level(index) / best - 1 - allowed if best > 0 else 0.0
-        return over, max(self.spread(leader), self.spread(index))
+    def _excess(self, index: int, best: int) -> tuple[float, float]:
+        """Return by how much a candidate is too slow to win over the best, as a fraction, and how uncertain that is."""
+        best_s = self.level(best)
+        allowed = (self.noise if index == self.incumbent else self.tie)(best, index)
+        over = self.level(index) / best_s - 1 - allowed if best_s > 0 else 0.0
+        return over, max(self.spread(best), self.spread(index))
 
 
 class Strategy(Protocol):
