@@ -24,6 +24,8 @@ FOLDER = ROOT / "observability"
 PROMTOOL = shutil.which("promtool")
 
 UNIT_SUFFIXES = {"s": "seconds"}
+# What the label asel.operation says.
+OPERATIONS = ("get", "put", "claim")
 # Every scraped series has these; the collector makes them of service.name and service.instance.id.
 TARGET_LABELS = frozenset({"job", "instance"})
 # Prometheus' own series.
@@ -214,7 +216,8 @@ def test_a_panel_says_what_it_shows_and_where_to_look_next(title):
         query = parse_qs(url.query, strict_parsing=True)
         assert url.netloc == "127.0.0.1:16686"
         assert query["service"] == ["<service>"]
-        assert query["operation"][0] in SPANS
+        operation = query["operation"][0]
+        assert {operation.replace("<__field.labels.asel_operation>", each) for each in OPERATIONS} <= set(SPANS)
         tags = json.loads(query["tags"][0])
         assert set(tags) <= {*ATTRIBUTES, "error"}, "Jaeger itself sets error=true on a span whose status is ERROR"
         for label in re.findall(r"__field\.labels\.(\w+)", link["url"]):
@@ -299,7 +302,8 @@ def test_prose_names_nothing_that_does_not_exist(name):
         f"asel.{kind.name}" for kind in vars(events).values() if hasattr(kind, "name") and kind is not events.Event
     }
     known = {*SPANS, *ATTRIBUTES, *METRICS, *logged, "asel.json"}
-    text = re.sub(r"\$\{__field\.labels\.\w+\}", "", (FOLDER / name).read_text())
+    text = (FOLDER / name).read_text().replace("${__field.labels.asel_operation}", OPERATIONS[0])
+    text = re.sub(r"\$\{__field\.labels\.\w+\}", "", text)
     assert set(re.findall(r"(?<![\w/])asel\.[a-z_]+(?:\.[a-z_]+)*", text)) <= known
 
 
