@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlparse
 import promql_parser as promql
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from asel import events
 from asel.telemetry.names import ATTRIBUTES, INSTRUMENTS, METRICS, SPANS
@@ -22,6 +23,7 @@ from asel.telemetry.names import ATTRIBUTES, INSTRUMENTS, METRICS, SPANS
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "observability"
 PROMTOOL = shutil.which("promtool")
+PROMETHEUS_PROGRAM = shutil.which("prometheus")
 
 UNIT_SUFFIXES = {"s": "seconds"}
 # What the label asel.operation says.
@@ -188,6 +190,20 @@ def test_a_wrong_name_is_found(wrong):
     """The check above can fail."""
     with pytest.raises(AssertionError):
         labels_of(promql.parse(wrong))
+
+
+@pytest.mark.timeout(60)  # another process loads JAX and tunes
+def test_a_real_run_has_exactly_these_series():
+    """What asel's own sinks send through the SDK is called, and labelled, as it is called here."""
+    command = [sys.executable, ROOT / "tests/busy_service.py"]
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(
+        subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    ):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    del found["target_info"]  # the SDK's own
+    assert found == {name: labels - TARGET_LABELS for name, labels in SERIES.items()}
 
 
 def test_every_metric_is_looked_at():
@@ -466,3 +482,19 @@ def test_promtool_agrees(arguments):
         [PROMTOOL, *arguments], cwd=FOLDER / "prometheus", capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.timeout(120)  # another process loads JAX and tunes; Prometheus waits for 5 s before it scrapes
+@pytest.mark.parametrize(
+    "program",
+    [PROMETHEUS_PROGRAM],
+    ids=["prometheus" if PROMETHEUS_PROGRAM else "prometheus is not installed, so no panel was asked"],
+)
+def test_every_panel_and_every_alert_shows_a_real_run(program):
+    """Prometheus has data for each query of the dashboard, its links lead to spans, and each alert is on its way."""
+    command = [sys.executable, ROOT / "tests/benchmarks/panels.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if program is None:
+        assert (result.returncode, result.stderr) == (1, "no prometheus on PATH: apt-get install prometheus\n")
+    else:
+        assert result.returncode == 0, result.stdout + result.stderr
