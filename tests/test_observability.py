@@ -337,7 +337,13 @@ def test_the_collector_limits_memory_first_and_batches_last():
     """What is refused must be refused before it is kept; what is sampled must be sampled before it is batched."""
     pipelines = COLLECTOR["service"]["pipelines"]
     assert pipelines["traces"]["processors"] == ["memory_limiter", "tail_sampling", "batch"]
-    assert pipelines["metrics"]["processors"] == ["memory_limiter", "batch"]
+    assert pipelines["metrics"]["processors"] == pipelines["logs"]["processors"] == ["memory_limiter", "batch"]
+
+
+def test_the_collector_takes_every_signal_that_asel_sends():
+    """`asel demo --otlp` sends three; a receiver without a pipeline for one answers 404, and the SDK complains."""
+    for pipeline in ("traces", "metrics", "logs"):
+        assert COLLECTOR["service"]["pipelines"][pipeline]["receivers"] == ["otlp"]
 
 
 def test_everyone_speaks_to_an_address_where_someone_listens():
