@@ -34,9 +34,11 @@ def grown(series: str, window: str) -> str:
     """Return PromQL for how much each of `series` grew within `window`, its first value included.
 
     `increase` alone sees nothing of a counter that was 1 when it was first scraped, and most of what a tune counts
-    is like that. The rules in `rules.yaml` do the same.
+    is like that. The last value counts, not the current one: a scrape that failed takes nothing back. The rules in
+    `rules.yaml` do the same.
     """
-    return f"(({series} unless last_over_time({series}[1h] offset {window})) or increase({series}[{window}]))"
+    new = f"last_over_time({series}[{window}]) unless last_over_time({series}[1h] offset {window})"
+    return f"(({new}) or increase({series}[{window}]))"
 
 
 def quantile(q: float, metric: str, selector: str, by: str, window: str) -> str:
