@@ -289,7 +289,7 @@ class Tuning(Generic[Cfg]):
         retry_at = self._events.now() + tune.policy.retry_after_s
         self._failures.put((job.key, job.checksum), (retry_at, str(error)))
         self._end(tune, None)
-        self._tell_failed(tune, type(error.__cause__ or error).__name__, str(error), retry_at)
+        self._tell_failed(tune, _what_went_wrong(error), str(error), retry_at)
         tune.fail(error)
 
     def _close(self, tune: Tune[Cfg]) -> None:
@@ -353,3 +353,12 @@ class Tuning(Generic[Cfg]):
         if failed is None or failed[0] <= self._events.now():
             return None
         return failed[0] - self._events.now(), failed[1]
+
+
+def _what_went_wrong(error: TuningError) -> str:
+    """Name the error behind a failed tune: what all candidates failed with, where that is one and the same."""
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, ExceptionGroup):
+        return type(cause).__name__
+    kinds = {outcome.error_type for outcome in error.outcomes if isinstance(outcome, Failed)}
+    return kinds.pop() if len(kinds) == 1 else type(error).__name__

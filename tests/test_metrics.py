@@ -70,6 +70,15 @@ def instrument(metric) -> str:
 
 
 @pytest.mark.anyio
+async def test_an_op_without_a_tune_has_none_in_flight():
+    """Zero is told: a graph without a line does not say whether anyone waits."""
+    captured = CapturedTelemetry()
+    async with chain_of(captured, policy=AutotunePolicy(allow_autotune=False)) as chain:
+        await request(captured, chain)
+    assert captured.metrics()["asel.tunes.pending"] == captured.metrics()["asel.waiters"] == {(OP,): 0}
+
+
+@pytest.mark.anyio
 async def test_a_slow_bucket_leads_to_a_trace():
     """Durations are recorded with the event's own span current, so that they can be exemplars."""
     captured = CapturedTelemetry()

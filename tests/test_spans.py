@@ -272,8 +272,22 @@ async def test_a_tune_in_which_all_fail_is_an_error_and_so_is_a_call_without_an_
     )
     assert (second.status, second.attributes["error.type"]) == ("ERROR", "NoConfigError")
     [tune] = first.children
-    assert (tune.status, tune.attributes["error.type"]) == ("ERROR", "ExceptionGroup")
+    assert (tune.status, tune.attributes["error.type"]) == ("ERROR", "ValueError")
     assert [candidate.status for candidate in tune.children] == ["ERROR"] * 3
+
+
+@pytest.mark.parametrize(
+    ("errors", "named"),
+    [((ValueError, ValueError, ValueError), "ValueError"), ((ValueError, OSError, ValueError), "TuningError")],
+)
+async def test_a_failed_tune_is_named_after_what_all_its_candidates_failed_with(errors, named):
+    """That they were a group says nothing to whoever looks for the reason."""
+    captured = CapturedTelemetry()
+    script = {"run_errors": {Blocks(n): error("no") for n, error in zip((1, 2, 3), errors, strict=True)}}
+    async with chain_of(captured, script=script) as chain:
+        await request(captured, chain)
+    [tune] = [span for span in captured.spans if span.name == "asel.autotune"]
+    assert tune.attributes["error.type"] == named
 
 
 async def test_a_failing_store_is_an_error_on_its_own_span():

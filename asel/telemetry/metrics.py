@@ -148,8 +148,9 @@ class MetricsSink:
         return self._by_op(lambda chain: chain.waiters.items())
 
     def _by_op(self, read: Callable[[Statistics], Iterable[tuple[str, int]]]) -> Iterable[Observation]:
-        # An op that has nothing in flight any more is reported as zero, not left at its last value.
-        totals = dict.fromkeys(self._seen_ops, 0)
+        # An op that has nothing in flight is reported as zero: neither left at its last value nor, where no tune
+        # of its was ever looked at, without any.
+        totals = dict.fromkeys(self._seen_ops | self.tally.ops(), 0)
         for chain in self._statistics():
             for op, number in read(chain):
                 totals[op] = totals.get(op, 0) + number

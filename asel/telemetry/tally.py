@@ -54,6 +54,10 @@ class Tally:
         # One of two threads that come at once sets the default, and both get that one.
         return self._counts.get((op, tier)) or self._counts.setdefault((op, tier), Count())
 
+    def ops(self) -> set[str]:
+        """Return the ops that were answered for."""
+        return {op for op, _ in list(self._counts)}
+
     def read(self) -> dict[tuple[str, str], int]:
         """Return the answers so far, by op and tier."""
         return {address: counted.value for address, counted in list(self._counts.items())}

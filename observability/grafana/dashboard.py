@@ -27,15 +27,18 @@ SERVICE = 'job="$service"'
 THIS_OP = "${__field.labels.asel_op}"
 THIS_TIER = "${__field.labels.asel_tier}"
 THIS_ERROR = "${__field.labels.error_type}"
+THIS_OPERATION = "${__field.labels.asel_operation}"
 
 
 def grown(series: str, window: str) -> str:
     """Return PromQL for how much each of `series` grew within `window`, its first value included.
 
     `increase` alone sees nothing of a counter that was 1 when it was first scraped, and most of what a tune counts
-    is like that. The rules in `rules.yaml` do the same.
+    is like that. The last value counts, not the current one: a scrape that failed takes nothing back. The rules in
+    `rules.yaml` do the same.
     """
-    return f"(({series} unless last_over_time({series}[1h] offset {window})) or increase({series}[{window}]))"
+    new = f"last_over_time({series}[{window}]) unless last_over_time({series}[1h] offset {window})"
+    return f"(({new}) or increase({series}[{window}]))"
 
 
 def quantile(q: float, metric: str, selector: str, by: str, window: str) -> str:
@@ -124,7 +127,8 @@ def answers() -> list[timeseries.Panel]:
     guesses = in_jaeger(
         "Requests that ran on a guess in Jaeger", "asel.choose", {"asel.op": THIS_OP, "asel.tier": "heuristics"}
     )
-    errors = in_jaeger("Requests that raised in Jaeger", "asel.choose", {"error": "true", "error.type": THIS_ERROR})
+    # Without error=true: a caller that leaves is no error on its span.
+    errors = in_jaeger("Requests that raised in Jaeger", "asel.choose", {"error.type": THIS_ERROR})
     return [
         panel(
             "Selections by tier",
@@ -164,7 +168,7 @@ def answers() -> list[timeseries.Panel]:
         ),
         panel(
             "Requests that raised, by type",
-            "In five minutes. NoConfigError: every tier declined.",
+            "In five minutes. NoConfigError: every tier declined. cancelled: the caller left before its answer.",
             "short",
             {
                 "{{error_type}}": "sum by (error_type) ("
@@ -265,12 +269,9 @@ def tunes() -> list[timeseries.Panel]:
 
 
 def surroundings() -> list[timeseries.Panel]:
-    store = [
-        in_jaeger(
-            f"Failed {operation} in Jaeger", f"asel.store.{operation}", {"error": "true", "error.type": THIS_ERROR}
-        )
-        for operation in ("get", "put", "claim")
-    ]
+    failed = in_jaeger(
+        "What failed in Jaeger", f"asel.store.{THIS_OPERATION}", {"error": "true", "error.type": THIS_ERROR}
+    )
     return [
         panel(
             "Store errors",
@@ -282,7 +283,7 @@ def surroundings() -> list[timeseries.Panel]:
                     f'(asel:store_operations:increase10m{{{SERVICE},error_type!=""}})'
                 )
             },
-            links=store,
+            links=[failed],
         ),
         panel(
             "Store p50 and p99 by operation",
