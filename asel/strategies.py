@@ -234,10 +234,10 @@ class Board:
 
     def _excess(self, index: int, best: int) -> tuple[float, float]:
         """Return by how much a candidate is too slow to win over the best, as a fraction, and how uncertain that is."""
-        best_s = self.level(best)
+        level_s, best_s = self.level(index), self.level(best)
         allowed = (self.noise if index == self.incumbent else self.tie)(best, index)
-        over = self.level(index) / best_s - 1 - allowed if best_s > 0 else 0.0
-        return over, max(self.spread(best), self.spread(index))
+        ratio = level_s / best_s if best_s > 0 else 1.0 if level_s == best_s else inf
+        return ratio - 1 - allowed, max(self.spread(best), self.spread(index))
 
 
 class Strategy(Protocol):
