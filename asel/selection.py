@@ -26,7 +26,6 @@ from asel.events import (
     Closed,
     Event,
     EventStream,
-    FanOut,
     Heuristics,
     LateTune,
     NoAnswer,
@@ -38,6 +37,7 @@ from asel.events import (
     Stale,
 )
 from asel.explaining import explain, why_memory_declines
+from asel.fanout import FanOut
 from asel.jobs import TuneJob, timings_in
 from asel.keeper import Keeper
 from asel.kernel import Cfg, Invocation, Kernel, Out, bind, example_inputs_of

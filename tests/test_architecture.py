@@ -20,6 +20,7 @@ ARROW = [
     "errors",
     "loop",
     "events",
+    "fanout",
     "scopes",
     "threads",
     "kernel",

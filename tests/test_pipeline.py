@@ -13,7 +13,8 @@ import pytest
 from kernels import COSTS, Blocks, Toy, call, scripted
 
 from asel import ConfigCache, ConfigSelectorChain, InvalidRequestError
-from asel.events import AutotuneStart, CacheHit, Event, FanOut, Heuristics, NoAnswer, Stale
+from asel.events import AutotuneStart, CacheHit, Event, Heuristics, NoAnswer, Stale
+from asel.fanout import FanOut
 from asel.keys import CacheKey
 from asel.telemetry import Pipeline, Tap, default_sinks, gathered, shared_pipeline
 from asel.testing import CapturedTelemetry, RecordingSink
@@ -240,9 +241,9 @@ def test_a_raising_sink_is_reported_once_and_the_others_get_everything(caplog):
 
 def test_a_slow_sink_on_the_loop_is_named_once(caplog, monkeypatch):
     """It is the user's own; the report says what to do about it."""
-    import asel.events
+    import asel.fanout
 
-    monkeypatch.setattr(asel.events, "_SLOW_S", -1.0)
+    monkeypatch.setattr(asel.fanout, "_SLOW_S", -1.0)
     fan_out = FanOut([RecordingSink()])
     fan_out(hit())
     fan_out(hit())
