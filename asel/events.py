@@ -1,8 +1,7 @@
 """Everything that happens, as values: one frozen dataclass for each kind of event.
 
-Events are handed to sinks on the event loop, in the order in which things happened. A sink is
-quick and synchronous; one that raises is reported once and never breaks a selection. One that takes
-its time is given to a `telemetry.Tap`, which calls it from a thread.
+Sinks get them in the order in which things happened; how, and what becomes of a sink that raises or is slow,
+is in `fanout`.
 """
 
 from __future__ import annotations
@@ -437,7 +436,7 @@ class Closed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SheddingStarted(Event):
-    """More telemetry was offered than could be handled: hits are not told one by one for now."""
+    """More was offered than a thread could tell its sinks: hits are not told one by one for now."""
 
     name: ClassVar[str] = "shedding_started"
     severity: ClassVar[Severity] = "warning"
@@ -456,10 +455,17 @@ class SheddingStopped(Event):
 class Sink(Protocol):
     """Where events go. May also have `wants(kind)`, asked before an event of that kind is made.
 
-    One with `takes_hits = True` is told of answers from the fast lane by `hit(key, cfg, start)`, without an
-    event; that and its `emit` may be called from any thread. One with `deferred = True` is called from a
-    thread that tells of events later. `watch(loop, statistics)` and `flush(timeout_s)` are
-    called where a sink has them: when a chain gets to know its loop, and when it closes.
+    A sink is called on the event loop, before the selection returns, for as long as it is quick. One that took over
+    10 ms in two of a hundred calls in a row, or over half a second once, is called from a thread of its own
+    from then on: in order, each event once, later.
+
+    One with `on_loop = True` touches what belongs to the loop and is never moved: however slow it is, every
+    selection waits for it. One with `deferred = True` is called from the telemetry thread from its first
+    event on. One with `takes_hits = True` is told of answers from the fast lane by `hit(key, cfg, start)`, without an
+    event; that and its `emit` may be called from any thread, and are never moved.
+
+    `watch(loop, statistics)` and `flush(timeout_s)` are called where a sink has them: when a chain gets to
+    know its loop, and when it closes.
     """
 
     def emit(self, event: Event) -> None: ...
@@ -471,6 +477,8 @@ class EventStream(ObjectReceiveStream[Event]):
     Holds at most `buffer` of them: when the reader falls behind, the oldest are dropped and counted
     in `dropped`. Ends when the chain closes.
     """
+
+    on_loop = True
 
     def __init__(self, buffer: int, on_close: Callable[[EventStream], None]) -> None:
         if buffer < 1:

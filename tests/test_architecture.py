@@ -75,6 +75,7 @@ ARROW = [
     "telemetry.tally",
     "telemetry.pipeline",
     "telemetry.tap",
+    "telemetry.aside",
     "telemetry.structlog",
     "telemetry.opentelemetry",
     "telemetry.metrics",
