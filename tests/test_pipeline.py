@@ -297,6 +297,24 @@ def test_a_thread_without_work_ends_after_a_while_if_asked_to():
     assert len(threads - {None}) > 2
 
 
+def test_an_event_that_comes_as_the_thread_is_about_to_end_keeps_it(monkeypatch):
+    """Whoever called a thread that had waited long enough finds it at work, or starts another."""
+    sink, pipeline = RecordingSink(), Pipeline(rest_s=0.0, idle_s=0.0)
+    tap, told = Tap([sink], pipeline), threading.Event()
+
+    def too_late(timeout_s):
+        if len(sink.events) == 1:
+            tap.hit(KEY, 1, 0.0)
+        else:
+            told.set()
+        return False
+
+    monkeypatch.setattr(pipeline._mail, "wait", too_late)
+    tap.hit(KEY, 0, 0.0)
+    assert told.wait(10)
+    assert [event.cfg for event in sink.events] == [0, 1]
+
+
 def test_asels_own_sinks_share_one_pipeline_and_the_users_stay_on_the_loop():
     """One thread for a process; a sink that says nothing is called as it always was."""
     mine = RecordingSink()
