@@ -1,19 +1,15 @@
 """Everything that happens, as values: one frozen dataclass for each kind of event.
 
-Events are handed to sinks on the event loop, in the order in which things happened. A sink is
-quick and synchronous; one that raises is reported once and never breaks a selection. One that takes
-its time is given to a `telemetry.Tap`, which calls it from a thread.
+Sinks get them in the order in which things happened; how, and what becomes of a sink that raises or is slow,
+is in `fanout`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import anyio
@@ -21,7 +17,6 @@ import anyio.lowlevel
 from anyio.abc import ObjectReceiveStream
 
 from asel.errors import InvalidRequestError
-from asel.loop import LoopHandle
 
 if TYPE_CHECKING:
     from asel.keys import CacheKey
@@ -43,7 +38,6 @@ __all__ = [
     "Closed",
     "Event",
     "EventStream",
-    "FanOut",
     "Heuristics",
     "LateTune",
     "NoAnswer",
@@ -67,7 +61,6 @@ __all__ = [
 Severity = Literal["debug", "info", "warning", "error"]
 Interval = tuple[float, float]
 """From when to when, on the loop's clock."""
-logger = logging.getLogger("asel")
 # What the tiers before memory say to every call that the fast lane answers.
 _BEFORE_MEMORY = {"override": "no override", "overlay": "no overlay has the key"}
 
@@ -443,7 +436,7 @@ class Closed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SheddingStarted(Event):
-    """More telemetry was offered than could be handled: hits are not told one by one for now."""
+    """More was offered than a thread could tell its sinks: hits are not told one by one for now."""
 
     name: ClassVar[str] = "shedding_started"
     severity: ClassVar[Severity] = "warning"
@@ -462,155 +455,20 @@ class SheddingStopped(Event):
 class Sink(Protocol):
     """Where events go. May also have `wants(kind)`, asked before an event of that kind is made.
 
-    One with `takes_hits = True` is told of answers from the fast lane by `hit(key, cfg, start)`, without an
-    event; that and its `emit` may be called from any thread. One with `deferred = True` is called from a
-    thread that tells of events later. `watch(loop, statistics)` and `flush(timeout_s)` are
-    called where a sink has them: when a chain gets to know its loop, and when it closes.
+    A sink is called on the event loop, before the selection returns, for as long as it is quick. One that took over
+    10 ms in two of a hundred calls in a row, or over half a second once, is called from a thread of its own
+    from then on: in order, each event once, later.
+
+    One with `on_loop = True` touches what belongs to the loop and is never moved: however slow it is, every
+    selection waits for it. One with `deferred = True` is called from the telemetry thread from its first
+    event on. One with `takes_hits = True` is told of answers from the fast lane by `hit(key, cfg, start)`, without an
+    event; that and its `emit` may be called from any thread, and are never moved.
+
+    `watch(loop, statistics)` and `flush(timeout_s)` are called where a sink has them: when a chain gets to
+    know its loop, and when it closes.
     """
 
     def emit(self, event: Event) -> None: ...
-
-
-def _anything(kind: type[Event]) -> bool:
-    return True
-
-
-_Route = tuple[Callable[[type[Event]], bool], Callable[[Event], object]]
-_SLOW_S = 0.1
-
-
-class FanOut:
-    """Hands each event to every sink, on one loop, and keeps a failing one from hurting the rest.
-
-    `now` is the clock events are stamped with: the loop's, once there is one. `listening`: there is
-    a sink at all. `hit(key, cfg, start)` tells of an answer from the fast lane. `statistics` is handed to
-    the sinks that watch.
-    """
-
-    def __init__(
-        self,
-        sinks: Iterable[Sink] = (),
-        on_event: Callable[[Event], object] | None = None,
-        statistics: Callable[[], Any] | None = None,
-    ) -> None:
-        self._sinks: tuple[Sink, ...] = tuple(sinks)
-        self._on_event = on_event
-        self._statistics = statistics
-        self._loop: LoopHandle | None = None
-        self.now: Callable[[], float] = time.monotonic
-        self._reported: set[int] = set()
-        self._settle()
-
-    def bind(self, loop: LoopHandle) -> None:
-        """Hand events over to this loop from now on, and take the time from it."""
-        if self._loop is not None and self._loop.native is loop.native and self._loop.is_current():
-            return
-        self._loop = loop
-        self.now = loop.now
-        for watch in self._having("watch"):
-            self._guard(watch, "watch", loop, self._statistics)
-
-    def add(self, sink: Sink) -> None:
-        self._sinks = (*self._sinks, sink)
-        self._settle()
-
-    def remove(self, sink: Sink) -> None:
-        self._sinks = tuple(other for other in self._sinks if other is not sink)
-        self._settle()
-
-    def _settle(self) -> None:
-        taps: list[Any] = [sink for sink in self._sinks if getattr(sink, "takes_hits", False) is True]
-        others = [sink for sink in self._sinks if sink not in taps]
-        self._hits: tuple[Callable[[CacheKey, Any, float], object], ...] = tuple(tap.hit for tap in taps)
-        self._taps: tuple[_Route, ...] = tuple((getattr(tap, "wants", _anything), tap.emit) for tap in taps)
-        routes: list[_Route] = [(getattr(sink, "wants", _anything), sink.emit) for sink in others]
-        if self._on_event is not None:
-            routes.append((_anything, self._on_event))
-        self._routes = tuple(routes)
-        self.listening = bool(taps or routes)
-        # Most chains have one tap that never raises, and nothing else.
-        alone = len(taps) == 1 and not routes and getattr(taps[0], "never_raises", False)
-        self.hit = self._hits[0] if alone else self._tell_hit
-
-    def wants(self, kind: type[Event]) -> bool:
-        """Tell whether anyone would look at an event of this kind."""
-        return _any_wants(self._taps, kind, self._report) or _any_wants(self._routes, kind, self._report)
-
-    def _tell_hit(self, key: CacheKey, cfg: Any, start: float) -> None:
-        for hit in self._hits:
-            try:
-                hit(key, cfg, start)
-            except Exception:
-                self._report(hit, CacheHit.name)
-        if self._routes and _any_wants(self._routes, CacheHit, self._report):
-            self._hand_over(CacheHit.from_memory(key, cfg, start, self.now()))
-
-    def __call__(self, event: Event) -> None:
-        """Give an event to the sinks: at once in the loop's thread, soon from any other."""
-        for ask, emit in self._taps:
-            self._give(event, ask, emit)
-        if self._routes:
-            self._hand_over(event)
-
-    def _hand_over(self, event: Event) -> None:
-        loop = self._loop
-        if loop is None or loop.is_current() or not loop.post(partial(self._deliver, event)):
-            self._deliver(event)
-
-    def _deliver(self, event: Event) -> None:
-        for ask, emit in self._routes:
-            start = time.perf_counter()
-            self._give(event, ask, emit)
-            if time.perf_counter() - start > _SLOW_S and self._first_of(emit):
-                logger.warning(
-                    "a sink was slow on %r and held up the event loop; give it `deferred = True`", event.name
-                )
-
-    def _give(self, event: Event, ask: Callable[[type[Event]], bool], emit: Callable[[Event], object]) -> None:
-        try:
-            if ask(type(event)):
-                emit(event)
-        except Exception:
-            self._report(emit, event.name)
-
-    def flush(self, timeout_s: float) -> None:
-        """Have every sink finish what it was given, within a bound; blocks, so never on the loop."""
-        deadline = time.monotonic() + timeout_s
-        for flush in self._having("flush"):
-            self._guard(flush, "flush", max(0.0, deadline - time.monotonic()))
-
-    @property
-    def is_flushed(self) -> bool:
-        return all(getattr(sink, "is_flushed", not hasattr(sink, "flush")) for sink in self._sinks)
-
-    def _having(self, method: str) -> list[Callable[..., object]]:
-        return [getattr(sink, method) for sink in self._sinks if hasattr(sink, method)]
-
-    def _guard(self, method: Callable[..., object], name: str, *args: Any) -> None:
-        try:
-            method(*args)
-        except Exception:
-            self._report(method, name)
-
-    def _report(self, culprit: object, name: str) -> None:
-        if self._first_of(culprit):
-            logger.exception("a sink failed on %r; it is kept, and not reported again", name)
-
-    def _first_of(self, culprit: object) -> bool:
-        owner = id(getattr(culprit, "__self__", culprit))
-        first = owner not in self._reported
-        self._reported.add(owner)
-        return first
-
-
-def _any_wants(routes: tuple[_Route, ...], kind: type[Event], report: Callable[[object, str], None]) -> bool:
-    for ask, _ in routes:
-        try:
-            if ask(kind):
-                return True
-        except Exception:
-            report(ask, kind.name)
-    return False
 
 
 class EventStream(ObjectReceiveStream[Event]):
@@ -619,6 +477,8 @@ class EventStream(ObjectReceiveStream[Event]):
     Holds at most `buffer` of them: when the reader falls behind, the oldest are dropped and counted
     in `dropped`. Ends when the chain closes.
     """
+
+    on_loop = True
 
     def __init__(self, buffer: int, on_close: Callable[[EventStream], None]) -> None:
         if buffer < 1:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asel.events import FanOut, StoreFailed, StoreRecovered, StoreRetry
+from asel.events import StoreFailed, StoreRecovered, StoreRetry
+from asel.fanout import FanOut
 from asel.keys import CacheKey
 
 __all__ = ["Health", "in_words"]

@@ -17,7 +17,8 @@ import anyio.lowlevel
 
 from asel.cache import ConfigCache
 from asel.errors import InvalidRequestError, StoreError
-from asel.events import ClaimWait, FanOut, Persisted, RecordRejected, StoreFailed, StoreRead
+from asel.events import ClaimWait, Persisted, RecordRejected, StoreFailed, StoreRead
+from asel.fanout import FanOut
 from asel.health import Health, in_words
 from asel.kernel import Cfg
 from asel.keys import CacheKey

@@ -9,7 +9,7 @@ import anyio
 
 from asel.cache import ConfigCache
 from asel.errors import SelectorClosedError, StoreError
-from asel.events import FanOut
+from asel.fanout import FanOut
 from asel.keeper import Keeper
 from asel.kernel import Cfg
 from asel.keys import CacheKey

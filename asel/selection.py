@@ -26,7 +26,6 @@ from asel.events import (
     Closed,
     Event,
     EventStream,
-    FanOut,
     Heuristics,
     LateTune,
     NoAnswer,
@@ -38,6 +37,7 @@ from asel.events import (
     Stale,
 )
 from asel.explaining import explain, why_memory_declines
+from asel.fanout import FanOut
 from asel.jobs import TuneJob, timings_in
 from asel.keeper import Keeper
 from asel.kernel import Cfg, Invocation, Kernel, Out, bind, example_inputs_of
@@ -56,6 +56,7 @@ from asel.reading import Reading
 from asel.registry import record_invocation
 from asel.scopes import any_scope_here
 from asel.telemetry import default_sinks, gathered
+from asel.telemetry.aside import Aside
 from asel.threads import run_in_thread
 from asel.tuner import Tuner
 from asel.tuning import Tune, Tuning, inside_a_tune
@@ -73,7 +74,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     Leaving the context cancels tunes in flight. A thread that is compiling or measuring gets
     `close_grace_s` seconds to finish its step; what is left is named in the `closed` event. Telemetry
-    that is still queued then gets as long.
+    that is still queued then gets as long, and so do sinks that are called from threads.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self.close_grace_s = _checked_seconds("close_grace_s", close_grace_s)
         self._policy = _checked_policy(AutotunePolicy() if policy is None else policy)
         self._keys = KeyMemo()
-        self._events = FanOut(gathered(default_sinks() if sinks is None else sinks), on_event, self.statistics)
+        given = gathered(default_sinks() if sinks is None else sinks)
+        self._events = FanOut(given, on_event, self.statistics, Aside)
         self._streams: list[EventStream] = []
         self._store = as_persistence(persistent)
         _checked_seconds("store_timeout_s", store_timeout_s)
@@ -606,10 +608,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             )
             for stream in list(self._streams):
                 stream.end()
-            if not self._events.is_flushed:
+            if not self._events.is_over:
                 # Bounded by itself, and cancelled by nobody: an answer was given, and its telemetry is owed.
                 with anyio.CancelScope(shield=True):
-                    await run_in_thread("flushing telemetry", partial(self._events.flush, self.close_grace_s))
+                    await run_in_thread("flushing telemetry", partial(self._events.close, self.close_grace_s))
 
     def _bind_loop(self) -> None:
         loop = LoopHandle()

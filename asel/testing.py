@@ -174,7 +174,9 @@ def _scripted(script: Any, cfg: Any) -> Any:
 
 
 class RecordingSink:
-    """A sink that keeps every event."""
+    """A sink that keeps every event, before the call that caused it returns, however busy the machine is."""
+
+    on_loop = True
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -19,7 +19,8 @@ from anyio.abc import TaskGroup
 from asel.adapters import Tunes
 from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
 from asel.errors import SelectorClosedError, TuningError
-from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart, FanOut
+from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart
+from asel.fanout import FanOut
 from asel.jobs import TuneJob, timings_in
 from asel.keeper import Keeper
 from asel.kernel import Cfg

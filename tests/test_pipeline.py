@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import anyio
@@ -13,7 +14,8 @@ import pytest
 from kernels import COSTS, Blocks, Toy, call, scripted
 
 from asel import ConfigCache, ConfigSelectorChain, InvalidRequestError
-from asel.events import AutotuneStart, CacheHit, Event, FanOut, Heuristics, NoAnswer, Stale
+from asel.events import AutotuneStart, CacheHit, Event, Heuristics, NoAnswer, Stale
+from asel.fanout import FanOut
 from asel.keys import CacheKey
 from asel.telemetry import Pipeline, Tap, default_sinks, gathered, shared_pipeline
 from asel.testing import CapturedTelemetry, RecordingSink
@@ -238,18 +240,6 @@ def test_a_raising_sink_is_reported_once_and_the_others_get_everything(caplog):
     assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.ERROR]
 
 
-def test_a_slow_sink_on_the_loop_is_named_once(caplog, monkeypatch):
-    """It is the user's own; the report says what to do about it."""
-    import asel.events
-
-    monkeypatch.setattr(asel.events, "_SLOW_S", -1.0)
-    fan_out = FanOut([RecordingSink()])
-    fan_out(hit())
-    fan_out(hit())
-    [record] = caplog.records
-    assert "deferred = True" in record.getMessage()
-
-
 def test_a_pipeline_that_is_closed_counts_what_it_could_not_tell():
     """Closing has a deadline; what is left then is shed, with that reason."""
     sink, pipeline, tap = held(1000)
@@ -261,6 +251,68 @@ def test_a_pipeline_that_is_closed_counts_what_it_could_not_tell():
     pipeline._thread.join(10)
     done = pipeline.statistics()
     assert (done.emitted, done.shed["closed"], done.offered) == (1, 11, 12)
+
+
+def test_a_thread_that_was_let_go_ends_and_the_next_event_starts_another():
+    """Ending is not closing: what is offered later is told."""
+    sink, pipeline = RecordingSink(), Pipeline()
+    tap = Tap([sink], pipeline)
+    for n in range(3):
+        tap.hit(KEY, n, 0.0)
+        thread = pipeline._thread
+        assert pipeline.end(10) == 0
+        thread.join(10)
+        assert not thread.is_alive()
+        assert not pipeline.is_running
+    assert [event.cfg for event in sink.events] == [0, 1, 2]
+
+
+def test_a_thread_that_hangs_is_let_go_and_never_has_a_second_beside_it():
+    """Ending has a deadline; what is left is counted, and the one in hand is among it."""
+    sink, pipeline, tap = held(1000)
+    thread = pipeline._thread
+    for n in range(10):
+        tap.hit(KEY, n, 0.0)
+    assert pipeline.end(timeout_s=0.0) == 11
+    tap.hit(KEY, 10, 0.0)
+    assert pipeline._thread is thread
+    sink.gate.set()
+    thread.join(10)
+    assert [event.name for event in sink.events] == ["autotune_start", "cache_hit"]
+    done = pipeline.statistics()
+    assert (done.emitted, done.shed["closed"], done.offered) == (2, 10, 12)
+
+
+def test_a_thread_without_work_ends_after_a_while_if_asked_to():
+    """No event is lost between its last look and its end, whenever it comes."""
+    sink, pipeline = RecordingSink(), Pipeline(rest_s=0.0, idle_s=0.0)
+    tap, threads = Tap([sink], pipeline), set()
+    for n in range(200):
+        tap.hit(KEY, n, 0.0)
+        threads.add(pipeline._thread)
+        while pipeline.is_running and n % 2:
+            time.sleep(0)
+    assert pipeline.flush(10)
+    assert [event.cfg for event in sink.events] == list(range(200))
+    assert len(threads - {None}) > 2
+
+
+def test_an_event_that_comes_as_the_thread_is_about_to_end_keeps_it(monkeypatch):
+    """Whoever called a thread that had waited long enough finds it at work, or starts another."""
+    sink, pipeline = RecordingSink(), Pipeline(rest_s=0.0, idle_s=0.0)
+    tap, told = Tap([sink], pipeline), threading.Event()
+
+    def too_late(timeout_s):
+        if len(sink.events) == 1:
+            tap.hit(KEY, 1, 0.0)
+        else:
+            told.set()
+        return False
+
+    monkeypatch.setattr(pipeline._mail, "wait", too_late)
+    tap.hit(KEY, 0, 0.0)
+    assert told.wait(10)
+    assert [event.cfg for event in sink.events] == [0, 1]
 
 
 def test_asels_own_sinks_share_one_pipeline_and_the_users_stay_on_the_loop():
@@ -350,3 +402,22 @@ def test_a_sink_that_exits_does_not_end_the_thread():
         tap.hit(KEY, n, 0.0)
     assert pipeline.flush(10)
     assert len(sink.events) == pipeline.statistics().emitted == 3
+
+
+def test_a_sink_that_exits_when_told_of_shedding_does_not_end_the_thread():
+    """What happens to telemetry is told in the same thread."""
+    sink, pipeline, tap = held(1)
+    told = threading.Event()
+
+    def leave(kind, **facts):
+        told.set()
+        raise SystemExit
+
+    tap.tell = leave
+    for n in range(3):
+        tap.hit(KEY, n, 0.0)
+    sink.gate.set()
+    assert told.wait(10)
+    tap.emit(tune())
+    assert pipeline.flush(10)
+    assert sink.names == ["autotune_start", "cache_hit", "autotune_start"]

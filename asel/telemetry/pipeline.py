@@ -20,15 +20,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from asel.errors import InvalidRequestError
-from asel.events import CacheHit, Event, SheddingStarted, SheddingStopped
+from asel.events import (
+    Answer,
+    CacheHit,
+    Event,
+    NoAnswer,
+    OverlayHit,
+    Override,
+    PendingJoin,
+    SheddingStarted,
+    SheddingStopped,
+    StoreRead,
+)
 from asel.loop import LoopHandle
 from asel.telemetry.tally import Count
-
-if TYPE_CHECKING:
-    from asel.telemetry.tap import Tap
 
 __all__ = [
     "Pipeline",
@@ -37,12 +45,15 @@ __all__ = [
     "Write",
     "epoch_ns",
     "handle",
+    "patience",
     "report",
     "shared_pipeline",
     "write_all",
 ]
 
 logger = logging.getLogger("asel")
+_HITS = (CacheHit, Override, OverlayHit)
+_NEVER = float("inf")
 
 Write = Callable[[Event, int], object]
 """Tells a destination of an event; the number is when the event's clock was at zero, in nanoseconds since 1970."""
@@ -63,20 +74,36 @@ class PipelineStatistics:
         return self.emitted + sum(self.shed.values()) + self.queued
 
 
+class Teller(Protocol):
+    """Whoever offers events, and is told that some were shed."""
+
+    def tell(self, kind: type[Event], **facts: Any) -> None: ...
+
+
 class Pipeline:
     """A queue of events on their way to sinks, and the thread that takes them there.
 
-    The thread starts with the first event and sleeps when there is none. A forked child begins with
-    an empty queue and a thread of its own.
+    The thread starts with the first event and sleeps when there is none; after `idle_s` of that, where that is
+    given, it ends, and the next event starts another. A forked child begins with an empty queue and a thread of
+    its own.
     """
 
-    def __init__(self, *, ceiling: int = 65_536, work_s: float = 0.001, rest_s: float = 0.004) -> None:
+    def __init__(
+        self,
+        *,
+        ceiling: int = 65_536,
+        work_s: float = 0.001,
+        rest_s: float = 0.004,
+        idle_s: float | None = None,
+        name: str = "asel telemetry",
+    ) -> None:
         if ceiling < 1 or work_s <= 0 or rest_s < 0:
             raise InvalidRequestError(
                 f"Pipeline(ceiling={ceiling!r}, work_s={work_s!r}, rest_s={rest_s!r}): too little"
             )
         self.ceiling = ceiling
-        self._work_s, self._rest_s = work_s, rest_s
+        self._work_s, self._rest_s, self._idle_s = work_s, rest_s, idle_s
+        self._name = name
         self._begin_anew()
         _pipelines.add(self)
 
@@ -89,30 +116,34 @@ class Pipeline:
         self._mail = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
+        # The thread ends as soon as it has nothing to do.
+        self._dismissed = False
         # True iff the thread waits for mail, or there is none: whoever offers something then has to see to it.
         self._asleep = True
         # Those who wait for the queue to be told, and how many marks of such are in the queue.
         self._flushes: set[threading.Event] = set()
         self._marks = 0
-        # Which tap shed last; when telling, how much had been shed before, and when that was last looked at.
-        self._shedder: Tap | None = None
-        self._shedding: tuple[Tap, int] | None = None
+        # Who shed last; when telling, how much had been shed before, and when that was last looked at.
+        self._shedder: Teller | None = None
+        self._shedding: tuple[Teller, int] | None = None
         self._last_shed = 0
 
-    def offer(self, tap: Tap, record: Record, ceiling: float) -> None:
-        """Queue a record, or shed it where that many are queued already."""
+    def offer(self, teller: Teller, record: Record, ceiling: float) -> bool:
+        """Queue a record, or shed it where that many are queued already; False if so."""
         if len(self._queue) >= ceiling or self._closed:
             self._shed["closed" if self._closed else "ceiling"].add()
-            self._shedder = tap
-            return
+            self._shedder = teller
+            return False
         self._queue.append(record)
         if self._asleep:
             self._wake()
+        return True
 
     def _wake(self) -> None:
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="asel telemetry", daemon=True)
+                self._dismissed = False
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
                 _flush_at_exit()
@@ -125,21 +156,30 @@ class Pipeline:
         while not self._closed:
             self._work()
             time.sleep(self._pause())
-            if not self._queue and self._shedding is None:
-                self._sleep()
+            if not self._queue and self._shedding is None and not self._sleep():
+                return
         self._work()
 
     def _pause(self) -> float:
         # When someone waits, which is at the end, the proportion is the other way round.
         return min(self._work_s, self._rest_s) if self._flushes else self._rest_s
 
-    def _sleep(self) -> None:
+    def _sleep(self) -> bool:
+        """Wait for mail; False if there was none for so long that the thread is to end."""
         self._mail.clear()
         self._asleep = True
         if self._queue or self._closed:  # it came before `_asleep` could be seen, so nobody will call
             self._asleep = False
-            return
-        self._mail.wait()
+            return True
+        return self._mail.wait(0.0 if self._dismissed else self._idle_s) or not self._left()
+
+    def _left(self) -> bool:
+        # Under the lock: whoever offers something now has called already, or finds no thread and starts one.
+        with self._lock:
+            if self._mail.is_set():
+                return False
+            self._thread = None
+            return True
 
     def _work(self) -> None:
         work_s = max(self._work_s, self._rest_s) if self._flushes else self._work_s
@@ -161,7 +201,10 @@ class Pipeline:
                 report(record[0], "an event")
             self._emitted += 1
             self._in_hand = 0
-        self._tell_shedding()
+        try:
+            self._tell_shedding()
+        except BaseException:
+            report(self._shedder, "shedding")
 
     def _reached(self, flush: threading.Event) -> None:
         with self._lock:
@@ -207,6 +250,28 @@ class Pipeline:
         """Flush, and take no more; what cannot be handled in time is shed, and counted as such."""
         flushed = self.flush(timeout_s)
         self._closed = True
+        self._give_up()
+        self._mail.set()
+        return flushed
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None
+
+    def end(self, timeout_s: float) -> int:
+        """Flush, shed what cannot be handled in time, and let the thread go; return how many were not handled.
+
+        One that the thread has in hand is among them. What is offered later starts a thread again, once
+        the one before has come back.
+        """
+        left = 0 if self.flush(timeout_s) else self._give_up() + self._in_hand
+        with self._lock:
+            self._dismissed = True
+            self._mail.set()
+        return left
+
+    def _give_up(self) -> int:
+        given_up = 0
         while self._queue:
             try:
                 record = self._queue.popleft()
@@ -214,15 +279,24 @@ class Pipeline:
                 break
             if len(record) > 1:
                 self._shed["closed"].add()
+                given_up += 1
             else:
                 self._reached(record[0])
-        self._mail.set()
-        return flushed
+        return given_up
 
     def statistics(self) -> PipelineStatistics:
         """Return what became of all that was offered; exact where nothing happens meanwhile."""
         shed = {reason: count.value for reason, count in self._shed.items()}
         return PipelineStatistics(self._emitted, shed, len(self._queue) - self._marks + self._in_hand)
+
+
+def patience(kind: type[Event]) -> float:
+    """Return how many ceilings' worth of events may be queued before one of this kind is shed."""
+    if kind in _HITS:
+        return 1
+    if issubclass(kind, Answer | PendingJoin | StoreRead) and kind is not NoAnswer:
+        return 2
+    return _NEVER
 
 
 def handle(record: Record) -> None:
@@ -283,8 +357,11 @@ def _flush_at_exit() -> None:
 
 def _flush_all() -> None:
     deadline = time.monotonic() + 1.0
-    for pipeline in list(_pipelines):
-        pipeline.flush(max(0.0, deadline - time.monotonic()))
+    # A slow sink's own comes last, since it may hang. What was let go is not waited for again.
+    for pipeline in sorted(_pipelines, key=lambda pipeline: pipeline._idle_s is not None):
+        if not pipeline._dismissed and not pipeline.flush(max(0.0, deadline - time.monotonic())):
+            left = pipeline.statistics().queued
+            logger.warning("the program ended before %d events were told (%s)", left, pipeline._name)
 
 
 def _after_fork() -> None:

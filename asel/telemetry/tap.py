@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
-from asel.events import Answer, CacheHit, Event, NoAnswer, OverlayHit, Override, PendingJoin, Sink, StoreRead
+from asel.events import Answer, CacheHit, Event, Sink
 from asel.loop import LoopHandle
-from asel.telemetry.pipeline import Pipeline, Record, Write, epoch_ns, handle, report, write_all
+from asel.telemetry.pipeline import Pipeline, Record, Write, epoch_ns, handle, patience, report, write_all
 from asel.telemetry.tally import Tally
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Tap"]
 
-_HITS = (CacheHit, Override, OverlayHit)
-_NEVER = float("inf")
 # Of the hits, one in 64 is timed.
 _TIMED_MASK = 63
 
@@ -100,7 +98,7 @@ class Tap:
         if self._pipeline is None:
             handle(record)
         else:
-            self._pipeline.offer(self, record, self._pipeline.ceiling * _patience(kind))
+            self._pipeline.offer(self, record, self._pipeline.ceiling * patience(kind))
 
     def tell(self, kind: type[Event], **facts: Any) -> None:
         """Tell the sinks of something that happened to the telemetry itself."""
@@ -123,15 +121,6 @@ class Tap:
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Wait until all that was emitted so far is handled; False if that takes longer."""
         return self._pipeline is None or self._pipeline.flush(timeout_s)
-
-
-def _patience(kind: type[Event]) -> float:
-    """Return how many ceilings' worth of events may be queued before one of this kind is shed."""
-    if kind in _HITS:
-        return 1
-    if issubclass(kind, Answer | PendingJoin | StoreRead) and kind is not NoAnswer:
-        return 2
-    return _NEVER
 
 
 def _wants(sink: Any) -> Callable[[type[Event]], bool]:
