@@ -21,7 +21,7 @@ from asel.testing import run_in_virtual_time
 
 POSSIBLE = (*Toy.candidates, Blocks(99))  # a candidate may break in mid-tune, and a user may put another
 STEPS_EACH = 60
-EXAMPLES = 120  # times two backends and sixty steps: more than 14,000
+EXAMPLES = 90  # times two backends and sixty steps: more than 10,000
 
 
 @dataclass(frozen=True)
