@@ -55,7 +55,8 @@ class Executor(Generic[Cfg, Out]):
     A config from memory, the store or a tune that raises is run against: the next best of its tune, then the
     heuristic. If one of them works, the winner was at fault: it is withdrawn, told as `winner_failed`, and
     the other's result returned. If it raises the same type of error, the call was at fault: the first error
-    is raised and nothing is withdrawn. So it is where an argument was donated, and cannot be used again.
+    is raised and nothing is withdrawn. So it is where an argument was donated, and cannot be used again. Whatever
+    else a kernel does to the world, it does once for each config that is tried.
     """
 
     def __init__(self, selector: ConfigSelectorChain[Cfg, Out]) -> None:

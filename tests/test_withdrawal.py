@@ -13,6 +13,7 @@ from test_spans import chain_of
 
 from asel import ConfigCache, Failed, Measured, PersistentCache, Skipped, TuneReport
 from asel.keys import CacheKey
+from asel.persistence import Stored
 from asel.testing import CapturedTelemetry
 
 SECOND = Blocks(2)
@@ -333,6 +334,63 @@ async def test_a_record_of_what_failed_here_is_no_answer_here():
         for tier in ("autotune", "memory"):
             selection = await chain.select(call(), Toy())
             assert (selection.cfg, selection.tier) == (SECOND, tier)
+
+
+@pytest.mark.anyio
+async def test_what_failed_here_is_not_taken_from_who_held_the_claim():
+    """This process waits for another's tune, gets the record of what failed here, and tunes for itself."""
+    place = Removing()
+    bench = Bench(persistent=place, forbid_reautotune=False)
+    async with bench.chain as chain:
+        await tuned(chain)
+        [address] = place.kept
+        bad = place.kept.pop(address)
+        await chain.withdraw(call(), Toy(), BEST, OOM)
+        bench.cache.clear()
+        place.kept.clear()
+        place.claimed_elsewhere = anyio.Event()
+
+        async def other_process():
+            await anyio.sleep(10.0)
+            place.kept[address] = bad
+            place.claimed_elsewhere.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(other_process)
+            selection = await chain.select(call(), Toy())
+        assert (selection.cfg, selection.tier) == (SECOND, "autotune")
+
+
+@pytest.mark.anyio
+async def test_a_record_that_does_not_answer_is_not_withdrawn():
+    """A user's own config answers from memory; whatever the store has, it was not run."""
+    place = Removing()
+    bench = Bench(persistent=place)
+    async with bench.chain as chain:
+        await tuned(chain)
+        bench.cache.put(*bench.cache.keys()[0], Blocks(7))
+        assert not await chain.withdraw(call(), Toy(), BEST, OOM)
+    assert place.configs == [BEST]
+    assert not bench.sink.named("winner_failed")
+
+
+@pytest.mark.anyio
+async def test_who_stores_between_removal_and_replacement_is_first():
+    """The next best is stored like any result: another process's stays where it came first."""
+
+    class Overtaken(Removing):
+        async def withdraw(self, stored):
+            [address] = self.kept
+            removed = await super().withdraw(stored)
+            self.kept[address] = Stored(GUESS, stored.report)
+            return removed
+
+    place = Overtaken()
+    async with Bench(persistent=place).chain as chain:
+        await tuned(chain)
+        assert await chain.withdraw(call(), Toy(), BEST, OOM)
+        assert await tuned(chain) == SECOND
+    assert place.configs == [GUESS]
 
 
 @pytest.mark.anyio
