@@ -26,6 +26,7 @@ from asel import (
     SelectorClosedError,
     kernel,
     overlay_cache,
+    powers_of_two,
 )
 from asel.testing import CapturedTelemetry
 from asel.threads import run_in_thread
@@ -553,6 +554,35 @@ def test_over_real_files_the_next_process_runs_what_works(tmp_path, real_backend
     assert picky.ran == [3, 2, 2]
     assert last.tunes == 0
     assert [event.level for event in last.sink.named("cache_hit")] == ["persistent"]
+
+
+def test_a_winner_that_does_not_fit_another_shape_of_its_bucket_is_got_around(real_backend):
+    """Tuned at 128 rows and asked for 96: blocks of 64 do not divide them, the next best does (burn#5352)."""
+
+    class Bucketed(Picky):
+        buckets = {"x.shape[0]": powers_of_two(64, 256)}
+        candidates = (Blocks(16), Blocks(32), Blocks(64))
+
+        def run(self, x, *, cfg):
+            self.ran.append((x.shape[0], cfg.m))
+            return in_blocks(x, cfg.m)
+
+        def heuristic_cfg(self, inv):
+            return Blocks(16)
+
+    in_blocks = jax.jit(lambda x, m: x.reshape(-1, m).sum(1), static_argnums=1)
+    bench, op = Bench(costs=lambda cfg: 0.001 - cfg.m / 1e5), Bucketed()
+
+    async def main():
+        async with bench.chain as chain:
+            execute = Executor(chain)
+            return [await execute(op, jnp.ones(rows)) for rows in (128, 96, 128)]
+
+    outs = anyio.run(main, backend=real_backend)
+    assert [out.shape for out in outs] == [(2,), (3,), (4,)]
+    assert op.ran == [(128, 64), (96, 64), (96, 32), (128, 32)]
+    assert bench.tunes == 1
+    assert [event.error_type for event in bench.sink.named("winner_failed")] == ["TypeError"]
 
 
 @pytest.mark.anyio
