@@ -252,7 +252,7 @@ def test_a_kernel_with_keys_of_its_own_is_never_taken_for_compiled(real_backend)
 def test_so_many_runs_have_a_thread_and_no_more(real_backend, monkeypatch):
     """A crowd of cold calls waits for its turn; whoever is cancelled gives its turn back at once."""
     monkeypatch.setattr("asel.executor._MOST_THREADS", 3)
-    lock, most, now, opened = threading.Lock(), 0, 0, threading.Event()
+    lock, most, now, full, opened = threading.Lock(), 0, 0, threading.Event(), threading.Event()
 
     @kernel(op_id="crowd", configs=[1], heuristic=1)
     def op(n, *, cfg):
@@ -260,6 +260,9 @@ def test_so_many_runs_have_a_thread_and_no_more(real_backend, monkeypatch):
         with lock:
             now += 1
             most = max(most, now)
+            if most == 3:
+                full.set()
+        assert full.wait(10)
         opened.wait(10 if cfg == 2 else 0.003)
         with lock:
             now -= 1
