@@ -17,6 +17,7 @@ from asel.errors import (
     UnstableKeyError,
 )
 from asel.events import Event, Sink
+from asel.executor import Executor
 from asel.kernel import Invocation, Kernel, kernel
 from asel.keys import CacheKey
 from asel.measure import Measure
@@ -35,6 +36,7 @@ __all__ = [
     "ConfigCache",
     "ConfigSelectorChain",
     "Event",
+    "Executor",
     "Explanation",
     "Failed",
     "InvalidRequestError",

@@ -34,7 +34,9 @@ class _OnlyAutotune(Generic[Cfg]):
 
     async def tune(self, job: TuneJob[Cfg]) -> TuneReport[Cfg]:
         start = anyio.current_time()
-        given = (partial(_tagged, job), job.args, dict(job.kwargs), job.candidates)
+        # Those that are settled have failed in real calls.
+        left = tuple(cfg for i, cfg in enumerate(job.candidates) if i not in job.outcomes)
+        given = (partial(_tagged, job), job.args, dict(job.kwargs), left)
         winner = None
         async with lane_for(job.device).held(job.left_behind):
             with anyio.move_on_after(job.tune_budget_s) as budget:

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal
 
 from asel.errors import InvalidRequestError
 from asel.kernel import Cfg
-from asel.keys import CacheKey
+from asel.keys import CacheKey, alike
 from asel.memo import Memo
 from asel.outcomes import TuneReport
 from asel.pending import Shared
@@ -157,6 +157,8 @@ class ConfigCache(Generic[Cfg]):
         self._recency: OrderedDict[tuple[CacheKey, Checksum], None] = OrderedDict()
         # The keys `clear` removed and nothing has replaced: a chain may have been told not to tune them again.
         self._cleared: Memo[bool] = Memo(65_536)
+        # The configs that failed in a real call, by key: what others stored or a tune would find is held against them.
+        self._withdrawn: Memo[tuple[Cfg, ...]] = Memo(65_536)
         # Moves with every change of an answer, so that whoever remembers one knows when to look again.
         self.generation = 0
 
@@ -282,6 +284,43 @@ class ConfigCache(Generic[Cfg]):
             if isinstance(entry, Done) and entry.provenance.source == "autotune":
                 self._write(key, checksum, Done(cfg, Match(), Provenance("persistent", report)))
 
+    def withdraw(
+        self, key: CacheKey, checksum: str, cfg: Cfg, successor: Callable[[Done[Cfg]], Done[Cfg] | None]
+    ) -> tuple[bool, Done[Cfg] | None]:
+        """Take out what answers for a key if it is `cfg`; return whether it was, and what took its place.
+
+        Looking and replacing are one step, so of all who saw it fail one withdraws it. Unlike `clear`, this
+        does not keep a key from being tuned again.
+        """
+        with self._lock:
+            for slot in (None, checksum):  # in the order in which they answer
+                entry = self._table.get(key, {}).get(slot)
+                done = None if entry is None else _answering(entry)
+                if entry is None or done is None:
+                    continue
+                if not alike(done.cfg, cfg):
+                    break
+                self.bar(key, cfg)
+                instead = successor(done)
+                self._succeed(key, slot, entry, instead)
+                return True, instead
+            return False, None
+
+    def bar(self, key: CacheKey, cfg: Cfg) -> bool:
+        """Have no tune try `cfg` for this key again, and no store bring it back; False where that was so already."""
+        with self._lock:
+            if self.is_barred(key, cfg):
+                return False
+            self._withdrawn.put(key, (*self.withdrawn(key), cfg))
+            return True
+
+    def is_barred(self, key: CacheKey, cfg: Cfg) -> bool:
+        return any(alike(failed, cfg) for failed in self.withdrawn(key))
+
+    def withdrawn(self, key: CacheKey) -> tuple[Cfg, ...]:
+        """Return the configs of a key that failed in a real call; `clear` does not forget them."""
+        return self._withdrawn.get(key) or ()
+
     def begin(self, key: CacheKey, checksum: str, make: Callable[[], Shared[Any]]) -> tuple[Shared[Any], bool]:
         """Return the tune in flight for a key, and whether it was begun just now.
 
@@ -384,6 +423,18 @@ class ConfigCache(Generic[Cfg]):
             self._recency.move_to_end((key, checksum))
             while len(self._recency) > self.max_entries:
                 self._evict(*next(iter(self._recency)))
+
+    def _succeed(self, key: CacheKey, checksum: Checksum, entry: Entry[Cfg], done: Done[Cfg] | None) -> None:
+        """Put what comes after an answer in its place, or nothing; a tune in flight stays in flight."""
+        if isinstance(entry, Done) and done is None:
+            self._forget(key, checksum)
+        elif isinstance(entry, Done) and done is not None:
+            self._write(key, checksum, done)
+        elif isinstance(entry, Pending) and done is None:
+            self._drop_previous(key, checksum, entry)
+        elif isinstance(entry, Pending):
+            self._table[key][checksum] = replace(entry, previous=done)
+            self.generation += 1
 
     def _evict(self, key: CacheKey, checksum: Checksum) -> None:
         entry = self._table[key][checksum]

@@ -338,11 +338,17 @@ class LateTune(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WinnerFailed(Event):
-    """A config that had won a tune failed in a real call."""
+    """A config that had won a tune failed in a real call, and was withdrawn from memory and the store.
+
+    `tier` is where the call had it from, `instead` what answers in its place: the next best of its tune, or
+    None where there is none, and the key is open again.
+    """
 
     name: ClassVar[str] = "winner_failed"
     severity: ClassVar[Severity] = "warning"
     cfg: Any
+    tier: str
+    instead: Any
     error_type: str
     message: str
 

@@ -21,7 +21,7 @@ from asel.events import ClaimWait, Persisted, RecordRejected, StoreFailed, Store
 from asel.fanout import FanOut
 from asel.health import Health, in_words
 from asel.kernel import Cfg
-from asel.keys import CacheKey
+from asel.keys import CacheKey, alike
 from asel.outcomes import TuneReport
 from asel.persistence import Persistence, Sought, Stored
 from asel.stores.protocol import Claim
@@ -66,7 +66,7 @@ class Keeper(Generic[Cfg]):
         start = self._events.now()
         try:
             with anyio.fail_after(self.timeout_s):
-                stored = await self._place.find(sought)
+                stored = self._usable(sought.key, await self._place.find(sought))
         except Exception as failure:  # a store's failure makes its tier decline
             error = failure if str(failure) or not isinstance(failure, TimeoutError) else self._late()
             self._health.failed("get", error, sought.key, start)
@@ -86,7 +86,11 @@ class Keeper(Generic[Cfg]):
             Exception: what the store failed with.
         """
         with anyio.fail_after(self.timeout_s):
-            return await self._place.find(sought)
+            return self._usable(sought.key, await self._place.find(sought))
+
+    def _usable(self, key: CacheKey, stored: Stored[Cfg] | None) -> Stored[Cfg] | None:
+        """Return what was found, or None where it failed in a real call of this process."""
+        return None if stored is None or self._cache.is_barred(key, stored.cfg) else stored
 
     async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
         """Return what earlier tunes of a key found; nothing where the store does not say in time."""
@@ -172,7 +176,8 @@ class Keeper(Generic[Cfg]):
     def found_by(self, claim: Claim, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         """Return what another process stored before the claim was ours, or while we waited for it."""
         try:
-            return None if claim.record is None else self._place.read(claim.record, sought)
+            found = None if claim.record is None else self._place.read(claim.record, sought)
+            return self._usable(sought.key, found)
         except Exception as error:  # what came with the claim is no record
             self._health.failed("claim", error, sought.key, self._events.now())
             return None
@@ -222,10 +227,45 @@ class Keeper(Generic[Cfg]):
                 self._no_longer_waits(report, waiting)
                 self._health.worked("put", report.key)
                 self._tell_kept(report, stored, start)
-                return stored
+                return self._usable(report.key, stored)
         self._health.failed("put", error, report.key, start)
         self._save_later(report, replace, waiting)
         return None
+
+    async def withdraw(self, sought: Sought[Cfg], cfg: Cfg, instead: TuneReport[Cfg] | None) -> bool:
+        """Take out the record that answers with `cfg`, and keep `instead` in its place; tell whether it was there.
+
+        Only that very record goes: what another process has put in its place meanwhile stays. Where the store
+        fails it stays, too, and whoever finds it finds out.
+        """
+        waiting = self._unsaved.get((sought.key, sought.checksum))
+        if waiting is not None and alike(waiting[0].winner, cfg):
+            self._no_longer_waits(waiting[0], waiting)
+            if instead is not None:
+                self._save_later(instead, waiting[1], None)
+            return True
+        if self._health.why_not("put") is not None:
+            return False
+        start, error = self._events.now(), None
+        try:
+            with anyio.fail_after(self.timeout_s):
+                stored = await self._place.find(sought)
+                if stored is None or not alike(stored.cfg, cfg):
+                    return False
+                # A place that cannot remove a record can replace it.
+                remove = getattr(self._place, "withdraw", None)
+                if remove is not None:
+                    await remove(stored)
+        except Exception as failure:
+            error = failure if str(failure) or not isinstance(failure, TimeoutError) else self._late()
+        finally:
+            self._health.let_go("put")
+        if error is not None:
+            self._health.failed("put", error, sought.key, start)
+            return False
+        if instead is not None:
+            await self.keep(instead, replace=remove is None)
+        return True
 
     def _tell_kept(self, report: TuneReport[Cfg], stored: Stored[Cfg], start: float) -> None:
         self._events(

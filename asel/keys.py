@@ -20,6 +20,7 @@ __all__ = [
     "KeyMemo",
     "Objective",
     "Resolved",
+    "alike",
     "call_key",
     "checksum",
     "device_fingerprint",
@@ -47,6 +48,16 @@ def checksum(candidates: Iterable[Any], *, version: str, objective: Objective = 
 def config_form(cfg: Any, path: str = "config") -> Canon:
     """Return the canonical form of a config: equal configs have equal forms, hashable or not."""
     return canonical(cfg, path, see_attributes=True)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Tell whether two configs are the same; what has no canonical form is like nothing but itself."""
+    if one is other:
+        return True
+    try:
+        return config_form(one) == config_form(other)
+    except UnstableKeyError:
+        return False
 
 
 def call_key(inv: Any, kernel: Any = None) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal
 
 from asel.kernel import Cfg
-from asel.keys import CacheKey, Objective
+from asel.keys import CacheKey, Objective, alike
 
 __all__ = ["Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport", "in_words"]
 
-Stage = Literal["build", "compile", "check", "measure"]
+Stage = Literal["build", "compile", "check", "measure", "run"]
+"""Where a candidate broke; `run`: it won its tune, and failed in a real call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,26 @@ class TuneReport(Generic[Cfg]):
         """The winner's own measurement."""
         return next((o for o in self.outcomes if isinstance(o, Measured) and o.cfg == self.winner), None)
 
+    def runners_up(self, failed: Iterable[Cfg]) -> list[Cfg]:
+        """Return what else was measured, fastest first, without those that failed and whoever has their program."""
+        measured = [o for o in self.outcomes if isinstance(o, Measured)]
+        gone = list(failed)
+        gone += [_program(o) for o in measured if any(alike(o.cfg, cfg) for cfg in gone)]
+        left = [o for o in measured if not any(alike(cfg, name) for cfg in gone for name in (o.cfg, _program(o)))]
+        how = self.best.how if self.best is not None else self.objective
+        return [o.cfg for o in sorted(left, key=lambda o: (o.how != how, o.median_s))]
+
+    def without(self, cfg: Cfg, winner: Cfg, error: Exception) -> TuneReport[Cfg]:
+        """Return the report as it reads once `cfg` failed in a real call and `winner` took its place."""
+        failed: Outcome[Cfg] = Failed(cfg, "run", type(error).__name__, str(error))
+        outcomes = tuple(failed if alike(o.cfg, cfg) else o for o in self.outcomes)
+        medians = [
+            next((o.median_s for o in outcomes if isinstance(o, Measured) and alike(o.cfg, one)), 0.0)
+            for one in (winner, self.incumbent)
+        ]
+        margin = 1 - medians[0] / medians[1] if all(medians) else 0.0
+        return replace(self, winner=winner, outcomes=outcomes, margin=margin)
+
     def __str__(self) -> str:
         """Return a table of the candidates, fastest first, with a bar for each time."""
         measured = [o for o in self.outcomes if isinstance(o, Measured)]
@@ -133,6 +154,10 @@ class TuneReport(Generic[Cfg]):
         facts["incumbent"] = None if facts["incumbent"] is None else read(facts["incumbent"])
         facts["outcomes"] = tuple(_outcome_from_dict(o, read) for o in facts["outcomes"])
         return cls(**facts)
+
+
+def _program(outcome: Measured[Cfg]) -> Cfg:
+    return outcome.cfg if outcome.alias_of is None else outcome.alias_of
 
 
 def _against(report: TuneReport[Any]) -> str:

@@ -77,6 +77,8 @@ class Persistence(Protocol[Cfg]):
     def told(self, listener: Callable[[Rejected], object]) -> AbstractAsyncContextManager[None]:
         """Tell `listener` of records that had to be rejected, while the block runs."""
 
+    # May also have `async withdraw(stored) -> bool`: remove what was found, if it still is what is kept.
+
 
 class _LoadSave(Generic[Cfg]):
     """A place of somebody else's making, with `load(key, checksum)` and `save(report, replace=...)`.

@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asel.adapters import as_tuner
-from asel.answers import Explanation, Selection, Statistics
+from asel.answers import Explanation, Selection, Statistics, Tier
 from asel.backlog import Backlog
 from asel.cache import ConfigCache, Done, Hit, Miss, Pending, overlaid
 from asel.calls import Call, asking
@@ -60,6 +60,7 @@ from asel.telemetry.aside import Aside
 from asel.threads import run_in_thread
 from asel.tuner import Tuner
 from asel.tuning import Tune, Tuning, inside_a_tune
+from asel.withdrawal import Fault, Withdrawal, barred
 
 __all__ = ["ConfigSelectorChain"]
 
@@ -111,6 +112,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             self._reading = Reading(self.cache, self._keeper, self._events)
         keeper = self._keeper if persist_autotune else None
         self._tuning: Tuning[Cfg] = Tuning(self.cache, as_tuner(self.tuner), keeper, self._events)
+        self._withdrawal = Withdrawal(self.cache, self._keeper, self._events, stores=persist_autotune)
         self._backlog = Backlog(self._catch_up)
         self._seen_outside: Memo[bool] = Memo(65_536)
         self._loop: LoopHandle | None = None
@@ -417,6 +419,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             incumbent=known.incumbent,
             groups=known.groups,
             known={} if on_purpose else self._timings(call),
+            outcomes=dict(barred(known, self.cache)),
             device=known.device,
             settings=call.settings or current_settings(),
             tune_budget_s=policy.tune_budget_s,
@@ -497,6 +500,25 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             assert done is not None
             self._emit(Autotuned, call, cfg=done.cfg)
         return done.cfg
+
+    async def withdraw(
+        self, inv: Any, kernel: Any, cfg: Cfg, error: Exception, *, tier: Tier = "memory", instead: Cfg | None = None
+    ) -> bool:
+        """Say that a chosen config failed in a real call; False where it is not (any more) what the chain answers with.
+
+        `instead` answers from here on, by default the next best of its tune; where nothing else was measured the key
+        is as new, and `cfg` no candidate. Only for a config at fault: see first that another runs with the
+        same arguments, as an `Executor` does.
+        """
+        if self._tasks is None:
+            self._bind_loop()
+        call = Call(inv, kernel, self.resolve(inv, kernel), self.policy, self._events.now())
+        fault = Fault(self._sought(call), cfg, error, tier, instead, call.start)
+        return await self._withdrawal.withdraw(fault, self._tasks)
+
+    def resolve(self, inv: Any, kernel: Any) -> Resolved[Cfg]:
+        """Return what follows from a kernel and a call's signature alone."""
+        return self._keys.resolve(inv, kernel)
 
     def statistics(self) -> Statistics:
         """Return what this chain is doing at the moment; may be called from any thread."""

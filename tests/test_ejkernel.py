@@ -128,6 +128,25 @@ def test_an_ejkernel_kernel_really_runs(real_backend):
     assert selection.report.outcomes[1].message == "not divisible"
 
 
+def test_an_ejkernel_kernel_is_run_with_what_was_chosen(real_backend):
+    """By asel's Executor, unchanged; and around a winner that fails, as any other."""
+
+    class Picky(Scale):
+        def run(self, x, *, factor=1.0, cfg):
+            if cfg == MEDIUM:
+                raise ValueError("not divisible")
+            return super().run(x, factor=factor, cfg=cfg)
+
+    x = jnp.ones((4, 8))
+
+    async def main(kernel):
+        async with Chain().chain as chain:
+            return await asel.Executor(chain)(kernel, x, factor=2.0)
+
+    for kernel, size in ((Scale(), 16), (Picky(), 32)):
+        np.testing.assert_array_equal(anyio.run(main, kernel, backend=real_backend), x * 2 + size)
+
+
 def test_both_kinds_of_invocation_are_one_call(real_backend):
     """An invocation is known by what is in it: ejKernel's and asel's, of the same arguments, share their tune."""
     bench, kernel, x = Chain(), Scale(), jnp.ones((4, 8))

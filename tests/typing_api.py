@@ -13,6 +13,7 @@ from asel import (
     ConfigCache,
     ConfigSelectorChain,
     Event,
+    Executor,
     Invocation,
     Kernel,
     PersistentCache,
@@ -72,6 +73,10 @@ async def select(a: jax.Array) -> None:
         assert_type(await selector.retune(inv, MatMul()), Blocks)
         with overlay_cache({("dev", "op", "key"): Blocks(1, 1)}), policy_override(selector, allow_autotune=False):
             assert_type(cache.get("dev", "op", "key"), Blocks | None)
+        assert_type(await selector.withdraw(inv, MatMul(), Blocks(1, 1), ValueError("no")), bool)
+        assert_type(await Executor(selector)(MatMul(), a, a), jax.Array)
+        assert_type(await Executor(selector)(MatMul(), a, a, cfg=Blocks(1, 1)), jax.Array)
+        assert_type(Executor(selector).nowait(MatMul(), a, a), jax.Array)
         async with selector.events() as stream:
             async for event in stream:
                 assert_type(event, Event)

@@ -29,6 +29,7 @@ from asel.events import (
     Persisted,
     StoreFailed,
     StoreRead,
+    WinnerFailed,
 )
 from asel.telemetry.names import DURATION_BUCKETS_S
 from asel.telemetry.pipeline import Pipeline
@@ -51,6 +52,7 @@ _MEASURED = (
     CandidateMeasured,
     CandidateFailed,
     StoreFailed,
+    WinnerFailed,
     *_STORE_OPERATIONS,
 )
 
@@ -201,6 +203,8 @@ def _durations(event: Event) -> Iterator[tuple[str, float, dict[str, str | None]
                 error = event.error_type if isinstance(event, CandidateFailed) and stage == failed else None
                 labels = {"asel.op": op, "asel.stage": stage, "error.type": error}
                 yield "asel.candidate.duration", when[1] - when[0], labels
+    elif isinstance(event, WinnerFailed):
+        yield "asel.candidate.duration", took_s, {"asel.op": op, "asel.stage": "run", "error.type": event.error_type}
     elif isinstance(event, StoreFailed):
         yield "asel.store.duration", took_s, {"asel.operation": event.operation, "error.type": event.error_type}
     elif (operation := _STORE_OPERATIONS.get(type(event))) is not None:

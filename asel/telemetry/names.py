@@ -15,6 +15,7 @@ SPANS = (
     "asel.store.get",
     "asel.store.put",
     "asel.store.claim",
+    "asel.withdraw",
 )
 
 # Metric: its labels. Never keys or shapes: their number has no bound.
@@ -60,6 +61,7 @@ ATTRIBUTES = (
     "asel.declined",
     "asel.device",
     "asel.found",
+    "asel.instead",
     "asel.key",
     "asel.margin",
     "asel.median",

@@ -8,6 +8,7 @@
        |  |- asel.candidate.compile
        |  '- asel.candidate.measure
        '- asel.store.put
+    asel.withdraw                   ERROR: a winner failed in a real call; under whatever span its caller is in
 
 A tune in the background begins a trace of its own, with a link to the call that caused it: a child
 would outlive its parent.
@@ -42,6 +43,7 @@ from asel.events import (
     Persisted,
     StoreFailed,
     StoreRead,
+    WinnerFailed,
 )
 from asel.telemetry.names import SPANS
 from asel.tuning import inside_a_tune
@@ -156,6 +158,8 @@ class _Making:
             return self._candidate(event)
         if isinstance(event, _STORE):
             return self._store(event)
+        if isinstance(event, WinnerFailed):
+            return self._withdraw(event)
         if isinstance(event, PendingJoin):
             return None
         return self._sink._tunes.get(getattr(event, "tune_id", ""))
@@ -294,6 +298,17 @@ class _Making:
         span = self._start(name if name in SPANS else "asel.store.get", event.start, facts, context)
         if isinstance(event, StoreFailed):
             _fail(span, event.error_type, event.message)
+        span.end(self._ns(event.end))
+        return span
+
+    # Winners that failed.
+
+    def _withdraw(self, event: WinnerFailed) -> Span:
+        facts: dict[str, Any] = {"asel.tier": event.tier}
+        if event.instead is not None:
+            facts["asel.instead"] = str(event.instead)
+        span = self._start("asel.withdraw", event.start, facts, get_current())
+        _fail(span, event.error_type, event.message)
         span.end(self._ns(event.end))
         return span
 

@@ -238,7 +238,7 @@ def tunes() -> list[timeseries.Panel]:
         ),
         panel(
             "Candidate failures by type",
-            "In 15 minutes, by what went wrong and whether compiling or measuring. One failing candidate is data.",
+            "In 15 minutes, by what went wrong and where. One failing candidate is data; in run, it was a winner.",
             "short",
             {
                 "{{error_type}} in {{asel_stage}}": (
