@@ -98,7 +98,7 @@ class Program:
                 return outputs
 
             self._arrays = arrays
-            self._forward = forward
+            self._forward: Callable[..., Any] = forward
             self._executable: Callable[..., Any] | None = None
             self.how, self._lowered = _lower(forward, arrays, trial.objective)
             self.fingerprint = None if self._lowered is None else _fingerprint(self.how, self._lowered)
@@ -136,8 +136,15 @@ class Program:
             return [np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(outputs)]
 
     def release(self) -> None:
+        """Let go of the executable, and with the function of all that JAX keeps for it."""
         self._executable = self._lowered = None
         self._arrays = []
+        self._forward = _released
+        _breathe()
+
+
+def _released(*values: Any) -> Any:
+    raise RuntimeError("a candidate that is out of the race was run again")
 
 
 class Timing:

@@ -170,11 +170,6 @@ class Runner:
         found: list[Any] = await outputs()
         return found
 
-    def release(self) -> None:
-        """Let go of the executable; its timings are on the board."""
-        if (release := getattr(self.sampler, "release", None)) is not None:
-            release()
-
 
 def groups_of(job: TuneJob[Any]) -> list[list[int]]:
     """Return the candidates' indices, group by group, highest first; the incumbent goes before all."""
@@ -214,7 +209,6 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
     comparable = _comparable(job)
     comparable += _reuse(job, comparable)
     for index, runner in job.runners.items():
-        runner.release()
         if index not in job.outcomes:
             assert board is not None
             samples = tuple(board.samples[index])

@@ -137,6 +137,7 @@ class Tuner(Generic[Cfg]):
             self._users -= 1
             await self._end_workers()
         job.report = report_on(job)
+        await _let_go(*job.runners.values())
         return job.report
 
     async def _try_groups(self, job: TuneJob[Cfg]) -> None:
@@ -203,7 +204,7 @@ class Tuner(Generic[Cfg]):
         for index in sorted((i for i in group if i in job.runners), key=lambda i: i != job.incumbent):
             runner = job.runners[index]
             if job.is_broke and job.expected is not None:
-                job.runners.pop(index).release()
+                await _let_go(job.runners.pop(index))
                 job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent before it was checked")
                 continue
             try:
@@ -214,8 +215,7 @@ class Tuner(Generic[Cfg]):
             except LaneStuck:
                 return
             except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
-                del job.runners[index]
-                runner.release()
+                await _let_go(job.runners.pop(index))
                 job.fail(index, runner.started, "check", error, runner.trial.left_behind)
             finally:
                 job.note_left_behind(runner.trial)
@@ -257,7 +257,7 @@ class Tuner(Generic[Cfg]):
             if isinstance(step, Drop):
                 board.drop(step.index, step.round)
                 job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
-                job.runners[step.index].release()
+                await _let_go(job.runners[step.index])
             elif job.is_broke and (board.measured or step.index != first):
                 if board.measured:
                     break  # the best so far wins; until there is one, only the first to go goes on
@@ -342,6 +342,13 @@ def _turn(one: Any) -> AbstractAsyncContextManager[Any]:
     """Wait until a measure or a sampler can be asked, and give what is to be asked: waiting is free."""
     turn = getattr(one, "turn", None)
     return nullcontext(one) if turn is None else turn()
+
+
+async def _let_go(*runners: Runner) -> None:
+    """Release candidates in a thread: all that JAX keeps for a program goes with it, which takes milliseconds."""
+    releases = [release for one in runners if (release := getattr(one.sampler, "release", None)) is not None]
+    if releases:
+        await run_in_thread("letting go of candidates", lambda: [release() for release in releases])
 
 
 def _glance(job: TuneJob[Any], board: Board, indices: Sequence[int]) -> Iterator[Step]:
