@@ -266,12 +266,13 @@ class Race:
     whatever hangs later leaves something measured. Where runs are long (`LONG_S`) a warm-up tells enough
     to let the sample wait until all are warm; those slower than the best by a tenth and `JITTER_S` get none.
 
-    A round drops the clear losers: those whose best sample is slower than what the leader's level may
-    be, three times as slow after the first round, by half after the second, a fifth after the third, a
-    tenth after the fourth; from then on those that are too slow to win beyond doubt. Samples are late and
-    never early, so the best one is a fair witness. What makes them late is a few milliseconds, whatever
-    their length, so long ones are precise and drop out sooner: by a twentieth and `JITTER_S` over the
-    number of the round. Two always stay, and so does the incumbent: it is what the winner is held against.
+    A round drops the clear losers: those of which the best that was seen, at the warm-up or since, is slower
+    than what the leader's level may be, by half after the first round, a quarter after the second, a seventh
+    after the third, a tenth after the fourth; from then on those that are too slow to win beyond doubt.
+    Samples are late and never early, so the best one is a fair witness. What makes them late is a few
+    milliseconds, whatever their length, so long ones are precise and drop out sooner: by a twentieth and
+    `JITTER_S` over the number of the round. Two always stay, and so does the incumbent: it is what the
+    winner is held against.
 
     It is over after `iters` rounds at the earliest, when more samples would hardly change who wins; after
     `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
@@ -282,7 +283,7 @@ class Race:
     iters: int = 3
     most_rounds: int = 60
     seed: int = 0
-    least_s: float = 0.6
+    least_s: float = 0.4
 
     def plan(self, board: Board) -> Iterator[Step]:
         shuffle = random.Random(self.seed).shuffle
@@ -325,11 +326,11 @@ class Race:
     def _losers(self, board: Board, number: int) -> Sequence[int]:
         leader = board.leader()
         best = board.level(leader) * (1 + board.spread(leader))
-        allowed = {1: 3.0, 2: 1.5, 3: 1.2, 4: 1.1}.get(number, inf)
+        allowed = {1: 1.5, 2: 1.25, 3: 1.15, 4: 1.1}.get(number, inf)
         allowed_s = min(best * allowed, best * 1.05 + JITTER_S / number)
         slow = set(board.losers()) if number > 4 else set[int]()
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.level)
-        losers = [i for i in standing[2:] if i in slow or min(board.samples[i]) > allowed_s]
+        losers = [i for i in standing[2:] if i in slow or board.witness(i) > allowed_s]
         return [i for i in losers if i != board.incumbent]
 
 
