@@ -31,8 +31,8 @@ __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "con
 LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
 _BATCHES = 3
-# A batch as long as this needs no others beside it.
-_SHORT_S = 2e-3
+# A batch as long as this needs no others beside it, and as long as that no cold run before it.
+_TINY_S, _SHORT_S = 0.5e-3, 2e-3
 _BREATH_S = 250e-6
 # What JAX raises when a function needs the values of what it is traced with.
 _NEEDS_VALUES = (
@@ -150,9 +150,9 @@ def _released(*values: Any) -> Any:
 class Timing:
     """Samples of a compiled program, each in a thread of its own, whose first run is cold.
 
-    A run of `LONG_S` is a sample, the cold one too. Of shorter ones the cold one does not count, and a
-    sample is the median of a few batches, each long enough for the timer: now and then the system takes
-    a batch away for milliseconds, and a mean would tell of nothing else.
+    A run of `LONG_S` is a sample, the cold one too. Of shorter ones the cold one does not count. Where they
+    are very short, a sample is the median of a few batches, each long enough for the timer: now and then
+    the system takes a batch away for milliseconds, and a mean would tell of nothing else.
     """
 
     def __init__(self, program: Program, timer: Callable[[], float], least_sample_s: float) -> None:
@@ -173,7 +173,7 @@ class Timing:
                 return cold_s
         taken = self._batch()
         self._is_short = taken < _SHORT_S
-        if self._is_short and not first:
+        if taken < _TINY_S and not first:
             taken = median([taken, *(self._run(self._runs) for _ in range(1, _BATCHES))])
         return taken / self._runs
 

@@ -27,8 +27,8 @@ PRECISE = 0.01
 JITTER_S = 5e-3
 # A run this long has its one-off costs behind it in a small part of it, so that even the first one tells something.
 LONG_S = 10e-3
-# So many rounds are needed to tell what slowed a round from what is slow.
-LEAST_ROUNDS = 5
+# So many samples, of all candidates together, are needed to tell what slowed a round from what is slow.
+LEAST_TOGETHER = 24
 # What a sample costs at the least: handing it over, and repeating a short run until a timer can see it.
 LEAST_COST_S = 1e-3
 
@@ -170,14 +170,14 @@ class Board:
     def _in_pairs(self) -> dict[int, list[float]]:
         """Return the finalists' samples, freed of what slowed a whole round: each as a part of its round's median.
 
-        What is left scatters half as much. Needs `LEAST_ROUNDS` in which all of them ran.
+        What is left scatters half as much. Needs `LEAST_TOGETHER` samples, in rounds in which all of them ran.
         """
         if self._paired is None:
             self._paired = {}
             racing = [i for i in self.finalists if any(i in samples for samples in self.rounds)]
             rounds = [samples for samples in self.rounds if all(i in samples for i in racing)]
             middles = [median(samples[i] for i in racing) for samples in rounds]
-            if len(racing) > 1 and len(rounds) >= LEAST_ROUNDS and min(middles) > 0:
+            if len(racing) > 1 and len(rounds) * len(racing) >= LEAST_TOGETHER and min(middles) > 0:
                 scale = level(middles)
                 for index in racing:
                     parts = zip(rounds, middles, strict=True)
@@ -264,15 +264,15 @@ class Race:
 
     The first pass goes candidate by candidate, the incumbent first: a warm-up and a sample, so that
     whatever hangs later leaves something measured. Where runs are long (`LONG_S`) a warm-up tells enough
-    to let the sample wait until all are warm; those slower than the best by a tenth and `JITTER_S` get none.
+    to let the sample wait until all are warm; those slower than the best by a seventh and `JITTER_S` get none.
 
     A round drops the clear losers: those of which the best that was seen, at the warm-up or since, is slower
     than what the leader's level may be, by half after the first round, a quarter after the second, a seventh
     after the third, a tenth after the fourth; from then on those that are too slow to win beyond doubt.
     Samples are late and never early, so the best one is a fair witness. What makes them late is a few
-    milliseconds, whatever their length, so long ones are precise and drop out sooner: by a twentieth and
-    `JITTER_S` over the number of the round. Two always stay, and so does the incumbent: it is what the
-    winner is held against.
+    milliseconds, whatever their length, so long ones are precise and drop out sooner: by a tenth, later a
+    twentieth, and `JITTER_S` over the number of the round. Two always stay, and so does the incumbent: it
+    is what the winner is held against.
 
     It is over after `iters` rounds at the earliest, when more samples would hardly change who wins; after
     `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
@@ -321,13 +321,13 @@ class Race:
         faster = [best for i in board.alive if (best := board.witness(i)) < taken]
         if index == board.incumbent or len(faster) < 2:
             return False
-        return min(faster) >= LONG_S and taken > min(faster) * 1.1 + JITTER_S
+        return min(faster) >= LONG_S and taken > min(faster) * 1.15 + JITTER_S
 
     def _losers(self, board: Board, number: int) -> Sequence[int]:
         leader = board.leader()
         best = board.level(leader) * (1 + board.spread(leader))
         allowed = {1: 1.5, 2: 1.25, 3: 1.15, 4: 1.1}.get(number, inf)
-        allowed_s = min(best * allowed, best * 1.05 + JITTER_S / number)
+        allowed_s = min(best * allowed, best * (1.1 if number == 1 else 1.05) + JITTER_S / number)
         slow = set(board.losers()) if number > 4 else set[int]()
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.level)
         losers = [i for i in standing[2:] if i in slow or board.witness(i) > allowed_s]
