@@ -27,8 +27,10 @@ PRECISE = 0.01
 JITTER_S = 5e-3
 # A run this long has its one-off costs behind it in a small part of it, so that even the first one tells something.
 LONG_S = 10e-3
-# So many samples, of all candidates together, are needed to tell what slowed a round from what is slow.
-LEAST_TOGETHER = 24
+# So many rounds, and samples of all candidates together, are needed to tell what slowed a round from what is slow.
+LEAST_ROUNDS, LEAST_TOGETHER = 5, 24
+# With fewer samples than this, more is in doubt than their scatter shows.
+MANY = 10
 # What a sample costs at the least: handing it over, and repeating a short run until a timer can see it.
 LEAST_COST_S = 1e-3
 
@@ -170,14 +172,15 @@ class Board:
     def _in_pairs(self) -> dict[int, list[float]]:
         """Return the finalists' samples, freed of what slowed a whole round: each as a part of its round's median.
 
-        What is left scatters half as much. Needs `LEAST_TOGETHER` samples, in rounds in which all of them ran.
+        What is left scatters half as much. Needs enough rounds in which all of them ran.
         """
         if self._paired is None:
             self._paired = {}
             racing = [i for i in self.finalists if any(i in samples for samples in self.rounds)]
             rounds = [samples for samples in self.rounds if all(i in samples for i in racing)]
             middles = [median(samples[i] for i in racing) for samples in rounds]
-            if len(racing) > 1 and len(rounds) * len(racing) >= LEAST_TOGETHER and min(middles) > 0:
+            is_enough = len(rounds) >= LEAST_ROUNDS and len(rounds) * len(racing) >= LEAST_TOGETHER
+            if is_enough and len(racing) > 1 and min(middles) > 0:
                 scale = level(middles)
                 for index in racing:
                     parts = zip(rounds, middles, strict=True)
@@ -237,7 +240,8 @@ class Board:
         level_s, best_s = self.level(index), self.level(best)
         allowed = (self.noise if index == self.incumbent else self.tie)(best, index)
         ratio = level_s / best_s if best_s > 0 else 1.0 if level_s == best_s else inf
-        return ratio - 1 - allowed, max(self.spread(best), self.spread(index))
+        few = min(len(self.samples[index]), len(self.samples[best]))
+        return ratio - 1 - allowed, max(self.spread(best), self.spread(index)) * max(1.0, MANY / few)
 
 
 class Strategy(Protocol):

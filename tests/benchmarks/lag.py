@@ -115,7 +115,7 @@ def main() -> int:
                 limits = f"p99 <= {P99_S * 1e3:g}, max <= {MOST_S * 1e3:g} ms"
                 row += [limits, "[green]ok" if ok else "[bold red]OVER"]
             table.add_row(backend, name, *row)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     console.print(f"{len(FAMILY.candidates)} candidates of {FAMILY.name}.", style="dim")
     return 0 if kept else 1
