@@ -156,6 +156,7 @@ class Runner:
     sampler: Sampler
     started: float
     compile_s: float
+    is_released: bool = False
 
     @property
     def how(self) -> How:

@@ -105,13 +105,14 @@ class Board:
         for index in self.alive:
             if self.is_long(index):
                 self._make_do(index)
+        self._has_changed()
 
     def _make_do(self, index: int) -> None:
         self.samples.setdefault(index, self.warmups.get(index, [])[-1:])
 
     def is_long(self, index: int) -> bool:
-        """Tell whether even a candidate's warm-up says something of it."""
-        return self.is_warm(index) and self.witness(index) >= LONG_S
+        """Tell whether a candidate had a warm-up, and even that says something of it."""
+        return bool(self.warmups.get(index)) and self.is_warm(index) and self.witness(index) >= LONG_S
 
     def witness(self, index: int) -> float:
         """Return the best that was seen of a candidate, its warm-up included."""

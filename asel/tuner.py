@@ -6,6 +6,7 @@ their device, as the strategy plans it. One that fails or takes too long is an o
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from asel.strategies import Board, Drop, Exhaustive, Race, Sample, Step, Strateg
 from asel.threads import run_in_thread
 
 __all__ = ["Tuner"]
+
+logger = logging.getLogger("asel")
 
 
 class Tuner(Generic[Cfg]):
@@ -136,8 +139,10 @@ class Tuner(Generic[Cfg]):
             job.seconds += anyio.current_time() - start
             self._users -= 1
             await self._end_workers()
-        job.report = report_on(job)
-        await _let_go(*job.runners.values())
+        try:
+            job.report = report_on(job)
+        finally:
+            await _let_go(*job.runners.values())
         return job.report
 
     async def _try_groups(self, job: TuneJob[Cfg]) -> None:
@@ -204,8 +209,8 @@ class Tuner(Generic[Cfg]):
         for index in sorted((i for i in group if i in job.runners), key=lambda i: i != job.incumbent):
             runner = job.runners[index]
             if job.is_broke and job.expected is not None:
-                await _let_go(job.runners.pop(index))
                 job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent before it was checked")
+                await _let_go(job.runners.pop(index))
                 continue
             try:
                 async with self._at_work(job, index):
@@ -215,8 +220,8 @@ class Tuner(Generic[Cfg]):
             except LaneStuck:
                 return
             except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
-                await _let_go(job.runners.pop(index))
                 job.fail(index, runner.started, "check", error, runner.trial.left_behind)
+                await _let_go(job.runners.pop(index))
             finally:
                 job.note_left_behind(runner.trial)
 
@@ -244,11 +249,11 @@ class Tuner(Generic[Cfg]):
         except LaneStuck:
             untried = "an abandoned candidate still occupies the device"
         board.make_do()
-        for index in ready:
-            if index in job.runners and not board.samples.get(index):
-                board.remove(index)
-                del job.runners[index]
-                job.skip(index, untried)
+        unsampled = [index for index in ready if index in job.runners and not board.samples.get(index)]
+        for index in unsampled:
+            board.remove(index)
+            job.skip(index, untried)
+        await _let_go(*(job.runners.pop(index) for index in unsampled))
 
     async def _follow(self, job: TuneJob[Cfg], board: Board, plan: Iterator[Step]) -> None:
         first = None
@@ -275,8 +280,8 @@ class Tuner(Generic[Cfg]):
             raise
         except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
             board.remove(index)
-            del job.runners[index]
             job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
+            await _let_go(job.runners.pop(index))
         finally:
             job.note_left_behind(runner.trial)
 
@@ -345,10 +350,24 @@ def _turn(one: Any) -> AbstractAsyncContextManager[Any]:
 
 
 async def _let_go(*runners: Runner) -> None:
-    """Release candidates in a thread: all that JAX keeps for a program goes with it, which takes milliseconds."""
-    releases = [release for one in runners if (release := getattr(one.sampler, "release", None)) is not None]
+    """Release candidates in a thread: all that JAX keeps for a program goes with it, which takes milliseconds.
+
+    What that raises harms no tune; there is nobody left whose outcome it would be.
+    """
+    kept = [one for one in runners if not one.is_released]
+    releases = [release for one in kept if (release := getattr(one.sampler, "release", None)) is not None]
+    for one in kept:
+        one.is_released = True
+
+    def work() -> None:
+        for release in releases:
+            try:
+                release()
+            except Exception:
+                logger.exception("a candidate could not be let go of")
+
     if releases:
-        await run_in_thread("letting go of candidates", lambda: [release() for release in releases])
+        await run_in_thread("letting go of candidates", work)
 
 
 def _glance(job: TuneJob[Any], board: Board, indices: Sequence[int]) -> Iterator[Step]:

@@ -11,8 +11,8 @@ import structlog
 from kernels import BEST, COSTS, Blocks, Toy, call, scripted
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
-from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, NoConfigError
-from asel.events import AutotuneStart, CacheHit, NoAnswer
+from asel import AutotunePolicy, ConfigCache, ConfigSelectorChain, NoConfigError, events
+from asel.events import AutotuneStart, CacheHit
 from asel.telemetry import Pipeline, StructlogSink, Tap
 from asel.testing import CapturedTelemetry, run_in_virtual_time
 
@@ -140,9 +140,21 @@ async def test_every_entry_of_a_tune_and_a_hit(way):
     ]
 
 
+LEVELS = {
+    "debug": "override overlay_hit cache_hit autotuned caller_left pending_join candidate_start candidate_measured "
+    "candidate_eliminated candidate_skipped persisted heuristics store_read claim_wait store_retry",
+    "info": "autotune_start autotune_finish stale store_recovered closed",
+    "warning": "candidate_failed autotune_failed out_of_range late_tune winner_failed record_rejected store_error "
+    "shedding_started shedding_stopped",
+    "error": "error",
+}
+
+
 def test_levels():
     """Hits are for debugging, tunes for information, failures a warning, a call without an answer an error."""
-    assert (CacheHit.severity, AutotuneStart.severity, NoAnswer.severity) == ("debug", "info", "error")
+    kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, events.Event)]
+    found = {kind.name: kind.severity for kind in kinds if hasattr(kind, "name")}
+    assert found == {name: level for level, names in LEVELS.items() for name in names.split()}
 
 
 def test_a_library_prints_nothing_by_itself(capfd):

@@ -143,6 +143,13 @@ def test_where_runs_are_long_all_are_warm_before_the_second_is_sampled():
     assert sorted(order[2:5]) == sorted(order[5:8]) == [0, 1, 3]
 
 
+def test_without_warm_ups_nobody_is_dropped_unseen():
+    """What was never run cannot be too slow, however long the others take."""
+    board = play(Race(), lambda i: [1.0, 1.1, 0.5, 0.4, 9.0][i], 5, warmup=0)
+    assert all(board.samples[i] for i in range(5))
+    assert board.winner() == 3
+
+
 def test_what_is_cut_short_makes_do_with_long_warm_ups():
     """A race that ends before all were sampled still knows what a long warm-up told, and of a short one nothing."""
     board = Board([0, 1, 2, 3], incumbent=0)

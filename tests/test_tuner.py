@@ -154,6 +154,58 @@ async def test_other_ties_go_to_declared_order(facts):
 
 
 @pytest.mark.anyio
+async def test_who_is_eliminated_is_told_with_the_round():
+    """An event for each, as it happens, and the same round in the report."""
+    told = []
+    job = job_of("fast", "second", "slow", "slower", incumbent=0, emit=told.append)
+    costs = {"fast": 0.001, "second": 0.0011, "slow": 0.1, "slower": 0.2}
+    report = await Tuner(iters=3, measure=ScriptedMeasure(costs)).tune(job)
+    eliminated = [event for event in told if event.name == "candidate_eliminated"]
+    assert [(event.index, event.cfg, event.round) for event in eliminated] == [(2, "slow", 1), (3, "slower", 1)]
+    assert {event.tune_id for event in eliminated} == {report.tune_id}
+    assert [outcome.eliminated for outcome in report.outcomes] == [None, None, 1, 1]
+
+
+class Clingy(ScriptedMeasure):
+    """Samplers that can be released, and say so; `error` is what that raises."""
+
+    def __init__(self, *args, error=None, **script) -> None:
+        super().__init__(*args, **script)
+        self.released, self._error = [], error
+
+    async def compile(self, trial):
+        sample = await super().compile(trial)
+
+        def release() -> None:
+            self.released.append((trial.cfg, threading.current_thread()))
+            if self._error is not None:
+                raise self._error
+
+        sample.release = release
+        return sample
+
+
+@pytest.mark.parametrize("error", [None, OSError("busy")])
+def test_every_candidate_is_let_go_of_in_a_thread(real_backend, error, caplog):
+    """Losers, failures and the winner alike, never on the loop; what that raises is logged and harms nobody."""
+    costs = {"fast": 0.001, "second": 0.0011, "slow": 0.05, "broken": 0.001}
+    measure = Clingy(costs, error=error, run_errors={"broken": ValueError("no")})
+    report = anyio.run(Tuner(measure=measure).tune, job_of(*costs, incumbent=0), backend=real_backend)
+    assert report.winner == "fast"
+    assert sorted(cfg for cfg, _ in measure.released) == sorted(costs)
+    assert threading.main_thread() not in {thread for _, thread in measure.released}
+    assert len(caplog.records) == (0 if error is None else 4)
+
+
+def test_a_tune_that_fails_lets_go_of_everything_too(real_backend):
+    """All raise as they are measured: nothing is kept for a report that there is not."""
+    measure = Clingy(run_errors=lambda cfg: ValueError("no"))
+    with pytest.raises(TuningError):
+        anyio.run(Tuner(measure=measure).tune, job_of("a", "b"), backend=real_backend)
+    assert sorted(cfg for cfg, _ in measure.released) == ["a", "b"]
+
+
+@pytest.mark.anyio
 async def test_warm_ups_do_not_count():
     """The median is over the samples after the warm-up."""
     times = iter([9.0, 9.0, 1.0, 3.0, 2.0])
