@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Generic, Literal
 
 from asel.kernel import Cfg
@@ -94,13 +95,20 @@ class TuneReport(Generic[Cfg]):
         return next((o for o in self.outcomes if isinstance(o, Measured) and o.cfg == self.winner), None)
 
     def runners_up(self, failed: Iterable[Cfg]) -> list[Cfg]:
-        """Return what else was measured, fastest first, without those that failed and whoever has their program."""
+        """Return what else was measured, best first, without those that failed and whoever has their program.
+
+        Who stayed in the race longer was faster then and there; among those that left together, times tell.
+        """
         measured = [o for o in self.outcomes if isinstance(o, Measured)]
         gone = list(failed)
         gone += [_program(o) for o in measured if any(alike(o.cfg, cfg) for cfg in gone)]
         left = [o for o in measured if not any(alike(cfg, name) for cfg in gone for name in (o.cfg, _program(o)))]
         how = self.best.how if self.best is not None else self.objective
-        return [o.cfg for o in sorted(left, key=lambda o: (o.how != how, o.median_s))]
+
+        def rank(one: Measured[Cfg]) -> tuple[bool, float, float]:
+            return one.how != how, -(inf if one.eliminated is None else one.eliminated), one.median_s
+
+        return [one.cfg for one in sorted(left, key=rank)]
 
     def without(self, cfg: Cfg, winner: Cfg, error: Exception) -> TuneReport[Cfg]:
         """Return the report as it reads once `cfg` failed in a real call and `winner` took its place."""

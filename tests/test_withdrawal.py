@@ -241,6 +241,18 @@ def test_who_has_the_program_of_what_failed_is_no_runner_up():
     assert report.runners_up([7]) == [2, 3, 5, 1, 4]
 
 
+def test_who_stayed_in_the_race_comes_before_who_was_dropped():
+    """One sample in a lucky moment beats no finalist: what was dropped was slower than those beside it."""
+    outcomes = (
+        Measured(1, 0.1, (0.1,), 0.0, eliminated=1),
+        Measured(2, 0.3, (0.3,) * 3, 0.0, eliminated=3),
+        Measured(3, 0.5, (0.5,) * 9, 0.0),
+        Measured(4, 0.4, (0.4,) * 9, 0.0),
+    )
+    report = TuneReport(KEY, 4, outcomes, 1.0, {})
+    assert report.runners_up([4]) == [3, 2, 1]
+
+
 # ---------------------------------------------------------------------------------------------
 # The store.
 
