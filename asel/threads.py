@@ -8,10 +8,12 @@ candidate that hangs must do neither.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable
 from contextvars import copy_context
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -49,6 +51,7 @@ class _Step(Generic[T]):
         self.what = what
         self.work = work
         self.loop = loop
+        self.context = copy_context()
         self.lock = threading.Lock()
         self.callbacks: list[Callable[[], object]] = [done.set]
         self.over = False
@@ -57,10 +60,12 @@ class _Step(Generic[T]):
 
     def run(self) -> None:
         try:
-            self.result = self.work()
+            self.result = self.context.run(self.work)
         except BaseException as error:
             self.error = error
-        del self.work  # with all it holds of the device, before anyone hears that the step is over
+        del self.work, self.context  # with all they hold of the device, before anyone hears that the step is over
+
+    def tell(self) -> None:
         # Under the lock, so that a callback is either seen here or refused by `when_done`.
         with self.lock:
             self.over = True
@@ -68,19 +73,63 @@ class _Step(Generic[T]):
             self.loop.post(callback)
 
 
-_live: set[threading.Thread] = set()
+class _Worker:
+    """A thread that does one step after another, and ends when none has come for a while.
+
+    Starting one takes longer than handing over to one that is there, and the first run of a program in a
+    new thread is slower than the next.
+    """
+
+    def __init__(self, step: _Step[Any]) -> None:
+        self.steps: SimpleQueue[_Step[Any]] = SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name=f"asel: {step.what}", daemon=True)
+        self.steps.put(step)
+        _busy.add(self)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (step := self._next()) is not None:
+            self.thread.name = f"asel: {step.what}"
+            step.run()
+            _busy.discard(self)
+            _idle.append(self)  # first, so that who hears that the step is over finds it
+            step.tell()
+            del step
+
+    def _next(self) -> _Step[Any] | None:
+        try:
+            return self.steps.get(timeout=_PATIENCE_S)
+        except Empty:
+            try:
+                _idle.remove(self)
+            except ValueError:  # somebody has just taken it, and is about to hand it a step
+                return self.steps.get()
+            return None
+
+
+_PATIENCE_S = 0.2
+_busy: set[_Worker] = set()
+_idle: list[_Worker] = []
 
 
 def _start(step: _Step[Any]) -> None:
-    def body() -> None:
-        try:
-            step.run()
-        finally:
-            _live.discard(thread)
+    try:
+        worker = _idle.pop()  # the last to come is the warmest
+    except IndexError:
+        _Worker(step)
+    else:
+        _busy.add(worker)
+        worker.steps.put(step)
 
-    thread = threading.Thread(target=copy_context().run, args=(body,), name=f"asel: {step.what}", daemon=True)
-    _live.add(thread)
-    thread.start()
+
+def _forget() -> None:
+    """A forked child has none of these threads."""
+    _idle.clear()
+    _busy.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register
@@ -88,8 +137,8 @@ def _let_threads_finish() -> None:
     # A thread that is inside JAX while the interpreter comes down may crash it. One that is about to
     # finish gets a moment; one that hangs does not keep the program.
     deadline = time.monotonic() + 0.5
-    for thread in list(_live):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    while _busy and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 async def run_in_thread(

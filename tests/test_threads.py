@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import subprocess
 import sys
 import threading
+import weakref
 from contextvars import ContextVar
+from functools import partial
 
 import anyio
 import pytest
@@ -210,6 +214,73 @@ def test_threads_are_named_daemons(real_backend):
     thread = anyio.run(run_in_thread, "compiling Blocks(1)", threading.current_thread, backend=real_backend)
     assert thread.daemon
     assert thread.name == "asel: compiling Blocks(1)"
+
+
+def test_a_thread_is_used_again_and_ends_when_idle(real_backend):
+    """One step after the other is one thread; two at once are two; and none is kept for long."""
+
+    async def main():
+        first = await run_in_thread("one", threading.current_thread)
+        assert await run_in_thread("two", threading.current_thread) is first
+        assert await run_in_thread("three", lambda: threading.current_thread().name) == "asel: three"
+        with Gate() as gate:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run_in_thread, "waiting", gate.work)
+                await anyio.to_thread.run_sync(gate.entered.wait, PATIENCE_S)
+                assert await run_in_thread("meanwhile", threading.current_thread) is not gate.thread
+                gate.open()
+        return first
+
+    thread = anyio.run(main, backend=real_backend)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_was_left_behind_is_used_again_only_once_it_is_back(real_backend):
+    """Whoever comes next does not wait behind a step that hangs."""
+
+    async def main():
+        with Gate() as gate:
+            left_behind = []
+            await leave_behind(gate, left_behind)
+            assert gate.entered.wait(PATIENCE_S)
+            assert await run_in_thread("next", threading.current_thread) is not gate.thread
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_what_a_step_held_is_let_go_of_before_it_is_told(real_backend):
+    """An idle thread keeps nothing alive: neither its last work, nor what that returned or raised."""
+
+    class Big:
+        pass
+
+    async def main():
+        big = Big()
+        seen = weakref.ref(big)
+        await run_in_thread("holding", partial(id, big))
+        with pytest.raises(TypeError):
+            await run_in_thread("failing", partial(int, big))
+        del big
+        gc.collect()
+        await run_in_thread("another", bool)
+        return seen()
+
+    assert anyio.run(main, backend=real_backend) is None
+
+
+def test_a_forked_child_has_threads_of_its_own(real_backend):
+    """The child of a process with an idle thread starts a new one, instead of waiting for the parent's."""
+    code = (
+        "import os, sys, anyio; from asel.threads import run_in_thread\n"
+        "ask = lambda: anyio.run(run_in_thread, 'asking', os.getpid, backend=sys.argv[1])\n"
+        "assert ask() == os.getpid()\n"
+        "child = os.fork()\n"
+        "if child: assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+        "else: os._exit(0 if ask() == os.getpid() else 1)\n"
+    )
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code, real_backend], timeout=30, check=False)
+    assert ended.returncode == 0
 
 
 def test_a_thread_may_outlive_its_loop(real_backend):
