@@ -22,7 +22,6 @@ from asel.canonical import aval_form
 from asel.devices import Settings
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.signatures import is_numeric
-from asel.strategies import LONG_S
 from asel.threads import run_in_thread
 
 __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete", "settings_held"]
@@ -31,9 +30,9 @@ __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "con
 LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
 _BATCHES = 3
-# A batch as long as this needs no others beside it, and as long as that no cold run before it.
-_TINY_S, _SHORT_S = 0.5e-3, 2e-3
-_BREATH_S = 250e-6
+# A batch as long as this needs no others beside it, and no cold run before it.
+_SHORT_S = 2e-3
+_BREATH_S = 100e-6
 # What JAX raises when a function needs the values of what it is traced with.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -148,11 +147,12 @@ def _released(*values: Any) -> Any:
 
 
 class Timing:
-    """Samples of a compiled program, each in a thread of its own, whose first run is cold.
+    """Samples of a compiled program.
 
-    A run of `LONG_S` is a sample, the cold one too. Of shorter ones the cold one does not count. Where they
-    are very short, a sample is the median of a few batches, each long enough for the timer: now and then
-    the system takes a batch away for milliseconds, and a mean would tell of nothing else.
+    The first run is cold, and a sample all the same where it is long enough to be timed at all: a race throws it
+    away, or makes do with it where runs are long. Later on, short runs are cold again after those of others: one
+    goes before, uncounted, and a sample is the median of a few. Now and then the system takes one away for
+    milliseconds, and a mean would tell of nothing else.
     """
 
     def __init__(self, program: Program, timer: Callable[[], float], least_sample_s: float) -> None:
@@ -160,22 +160,22 @@ class Timing:
         self._timer = timer
         self._least_sample_s = least_sample_s
         self._runs = 0
-        self._is_short = True
+        self._taken = 0
+        self._batch_s = 0.0
 
     def sample(self) -> float:
         """Return the seconds one run takes; roughly, the first time."""
+        self._taken += 1
         if self.program.how == "eager":
             return self._run(1)
-        first = not self._runs
-        if self._is_short:
-            cold_s = self._run(1)
-            if first and cold_s >= LONG_S:
-                return cold_s
-        taken = self._batch()
-        self._is_short = taken < _SHORT_S
-        if taken < _TINY_S and not first:
-            taken = median([taken, *(self._run(self._runs) for _ in range(1, _BATCHES))])
-        return taken / self._runs
+        if self._taken == 1 and (cold_s := self._run(1)) >= self._least_s():
+            return cold_s
+        if self._taken <= 2 or self._batch_s >= _SHORT_S:
+            self._batch_s = self._batch()
+            return self._batch_s / self._runs
+        self._run(1)
+        self._batch_s = median([self._batch(), *(self._run(self._runs) for _ in range(1, _BATCHES))])
+        return self._batch_s / self._runs
 
     def _batch(self) -> float:
         """Return the seconds of as many runs as are well above the timer's noise."""

@@ -9,6 +9,7 @@ from typing import Any, Generic
 
 import anyio
 
+from asel.board import Board, level
 from asel.checks import Check, OutputMismatch
 from asel.devices import Settings, environment
 from asel.errors import InvalidRequestError, TuningError
@@ -18,7 +19,6 @@ from asel.keys import CacheKey, Objective, config_form
 from asel.measure import How, Sampler, Trial
 from asel.meter import Meter
 from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport
-from asel.strategies import Board, level
 from asel.threads import Busy
 
 __all__ = ["Runner", "TuneJob", "by_way", "groups_of", "report_on", "sentence", "timings_in"]

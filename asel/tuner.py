@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, Self
 
 import anyio
 
+from asel.board import Board
 from asel.checks import OutputCheck, as_check
 from asel.devices import current_settings, default_device
 from asel.encoding import whereabouts
@@ -26,7 +27,7 @@ from asel.lanes import LaneStuck, compile_slots, lane_for
 from asel.measure import Measure, Trial, lower
 from asel.outcomes import Failed, Stage, TuneReport
 from asel.processes import ProcessMeasure
-from asel.strategies import Board, Drop, Exhaustive, Race, Sample, Step, Strategy
+from asel.strategies import Drop, Exhaustive, Race, Sample, Step, Strategy
 from asel.threads import run_in_thread
 
 __all__ = ["Tuner"]

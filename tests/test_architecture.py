@@ -53,6 +53,7 @@ ARROW = [
     "persistent",
     "measure",
     "lanes",
+    "board",
     "strategies",
     "benchmark",
     "checks",

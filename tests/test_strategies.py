@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asel import InvalidRequestError, Tuner
-from asel.strategies import LEAST_NOISE, Board, Drop, Exhaustive, Race, Sample, level
+from asel.board import LEAST_NOISE, Board, level
+from asel.strategies import Drop, Exhaustive, Race, Sample
 
 
 def play(strategy, draw, count, *, incumbent=None, warmup=1) -> Board:
@@ -168,7 +170,7 @@ def test_what_slows_a_whole_round_slows_nobody(seed):
     slow = [rng.uniform(1, 3) for _ in range(100)]
     play_on(Race(seed=seed), board, lambda i: truth[i] * slow[len(board.samples.get(i, ()))] * rng.gauss(1, 0.01))
     assert board.winner() == 1
-    assert max(map(board.spread, board.finalists)) < 0.02
+    assert max(map(board.spread, board.finalists)) < 0.03
 
 
 @pytest.mark.parametrize(("sample_s", "most"), [(1e-4, 61), (20e-3, 20), (0.5, 6)])
@@ -277,9 +279,9 @@ def test_a_strategy_is_named_or_made():
 
 
 def test_late_samples_do_not_count():
-    """Half of the samples may be late by any amount: candidates are ranked by the mean of the faster half."""
+    """A quarter of the samples may be late by any amount: candidates are ranked by the mean of the middle half."""
     assert level([1.0, 1.0, 9.0]) == level([1.0, 1.0, 1.0, 50.0]) == 1.0
-    assert Board([0, 1], None, 0, {0: [1.0, 1.1, 1.2], 1: [1.0, 1.0, 9.0]}).winner() == 1
+    assert Board([0, 1], None, 0, {0: [1.1, 1.1, 1.1], 1: [1.0, 1.0, 9.0]}).leader() == 1
 
 
 def test_what_was_dropped_does_not_come_back():
@@ -291,11 +293,44 @@ def test_what_was_dropped_does_not_come_back():
     assert board.winner() == 1
 
 
-def test_only_the_incumbent_profits_from_noise():
-    """Declared order decides among equals, not among what wild samples cannot tell apart."""
-    samples = {0: [1.08] * 5, 1: [0.97, 0.99, 1.0, 1.1, 1.2]}
-    assert Board([0, 1], None, 0, dict(samples)).winner() == 1
-    assert Board([0, 1], 0, 0, dict(samples)).winner() == 0
+def test_only_the_favourite_profits_from_noise():
+    """Declared order decides among equals, not among all that wild samples cannot tell apart."""
+    samples = {0: [2.0] * 5, 1: [1.06] * 5, 2: [0.94, 0.99, 1.0, 1.05, 1.2]}
+    assert Board([0, 1, 2], None, 0, dict(samples)).winner() == 2
+    assert Board([0, 1, 2], 1, 0, dict(samples)).winner() == 1
+    assert Board([1, 2], None, 0, dict(samples)).winner() == 1  # without an incumbent, it is the first declared
+
+
+def test_nothing_is_settled_as_long_as_nobody_was_sampled_twice():
+    """One sample each tells nothing of their scatter, and two tell of it for all."""
+    board = Board([0, 1, 2], None, 0)
+    for index, seconds in enumerate((1.0, 1.3, 1.6)):
+        board.record(index, seconds)
+    assert board.doubt(0) == inf
+    assert (board.losers(), board.is_settled) == ([], False)
+    for index, seconds in enumerate((1.01, 1.3, 1.6)):
+        board.record(index, seconds)
+    assert 0 < board.doubt(1) < board.doubt(0) < 0.05
+    assert (board.losers(), board.is_settled) == ([1, 2], True)
+
+
+def test_a_steady_candidate_is_doubted_less_than_a_wild_one():
+    """Programs scatter differently: what all do is only where the opinion on each begins."""
+    rng = random.Random(0)
+    board = Board([0, 1, 2, 3], None, 0)
+    for _ in range(20):
+        for index in range(4):
+            board.record(index, rng.gauss(1.0, 0.2 if index == 0 else 0.01))
+    assert board.doubt(1) < board.doubt(0) / 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_wild_winner_is_not_dropped_for_a_bad_start(seed):
+    """A program on many threads may be the fastest on average, and the slowest of the good ones once or twice."""
+    rng, truth = random.Random(seed), [1e-3, *(1.3e-3 + 2e-5 * i for i in range(12))]
+    scatter = [0.2, *[0.05] * 12]
+    board = play(Race(seed=seed), lambda i: truth[i] * max(0.6, rng.gauss(1, scatter[i])), 13)
+    assert board.winner() == 0
 
 
 def test_the_incumbent_runs_to_the_end():

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from side_by_side import without_gc
 
-from asel.strategies import level
+from asel.board import level
 
 __all__ = ["CLAMPED", "EQUALS", "FAMILIES", "LONG", "NEAR_EQUALS", "Blocks", "Family", "Oracle", "record"]
 

@@ -17,7 +17,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from asel.strategies import Board, Exhaustive, Race, Sample, Strategy
+from asel.board import Board
+from asel.strategies import Exhaustive, Race, Sample, Strategy
 
 SAMPLES = 64
 REPLAYS = 50

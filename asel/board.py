@@ -1,0 +1,241 @@
+"""What a tune has sampled so far, and what that says: who leads, who is out of it, and whether more would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import hypot, inf, sqrt
+from statistics import fmean, median
+
+__all__ = ["JITTER_S", "LEAST_NOISE", "LONG_S", "Board", "level"]
+
+# Two levels closer than this are a tie, however calm the samples look.
+LEAST_NOISE = 0.02
+# Where samples scatter, so much is a tie for anyone: what it may cost is bounded by what a choice may cost.
+MOST_TIE = 0.03
+# And farther apart than this they are none even for the favourite: a guess is not kept at any price.
+MOST_NOISE = 0.1
+# Levels known as well as this are not sampled on: a winner that ties by twice that is the same next time.
+PRECISE = 0.005
+# What the system takes from a run now and then, whatever its length: long samples are precise, short ones are not.
+JITTER_S = 5e-3
+# A run this long has its one-off costs behind it in a small part of it, so that even the first one tells something.
+LONG_S = 10e-3
+# What all candidates' samples say of the scatter of one weighs as much as so many samples of its own.
+PRIOR = 3
+# With so many samples, twice as much is in doubt as their scatter shows: they are late in bunches, and asked often.
+FEW = 4
+# A sample that is late by more than this part of a level says no more of its scatter than one that is late by this.
+MOST_LATE = 0.5
+# So many rounds are needed to tell what slowed a round from what is slow.
+LEAST_ROUNDS = 3
+# What a sample costs at the least: handing it over, and repeating a short run until a timer can see it.
+LEAST_COST_S = 1e-3
+
+
+def level(samples: Sequence[float]) -> float:
+    """Return the mean of the middle half: as robust as a median, nearly, and as steady as a mean."""
+    count, cut = len(samples), (len(samples) + 1) // 4
+    return fmean(sorted(samples)[cut : count - cut])
+
+
+@dataclass(slots=True)
+class Board:
+    """What has been sampled so far. `warmup` samples of each candidate are taken and not counted."""
+
+    candidates: list[int]
+    incumbent: int | None = None
+    warmup: int = 1
+    samples: dict[int, list[float]] = field(default_factory=dict)
+    warmups: dict[int, list[float]] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    rounds: list[dict[int, float]] = field(default_factory=list)
+    """The samples again, those together that were taken in one round."""
+    cost_s: float = 0.0
+    """What sampling has taken."""
+    _paired: dict[int, list[float]] | None = None
+    _scatter: float | None = None
+    _levels: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def record(self, index: int, seconds: float, cost_s: float = 0.0) -> None:
+        """Note a sample, and what it took to get it: more than it says, where it is one of many runs."""
+        self.cost_s += max(seconds, cost_s, LEAST_COST_S)
+        warm = self.warmups.setdefault(index, [])
+        if len(warm) < self.warmup:
+            warm.append(seconds)
+        else:
+            self.samples.setdefault(index, []).append(seconds)
+            if not self.rounds or index in self.rounds[-1]:
+                self.rounds.append({})
+            self.rounds[-1][index] = seconds
+            self._has_changed()
+
+    def is_warm(self, index: int) -> bool:
+        return len(self.warmups.get(index, ())) >= self.warmup
+
+    def drop(self, index: int, number: int) -> None:
+        """Take a candidate out of the race; where it has only been warmed up, that is all that is known of it."""
+        self.dropped[index] = number
+        self._make_do(index)
+        self._has_changed()
+
+    def make_do(self) -> None:
+        """End here: long warm-ups count for those that have not come further."""
+        for index in self.alive:
+            if self.is_long(index):
+                self._make_do(index)
+        self._has_changed()
+
+    def _make_do(self, index: int) -> None:
+        self.samples.setdefault(index, self.warmups.get(index, [])[-1:])
+
+    def is_long(self, index: int) -> bool:
+        """Tell whether a candidate had a warm-up, and even that says something of it."""
+        return bool(self.warmups.get(index)) and self.is_warm(index) and self.witness(index) >= LONG_S
+
+    def witness(self, index: int) -> float:
+        """Return the best that was seen of a candidate, its warm-up included."""
+        return min((*self.samples.get(index, ()), *self.warmups.get(index, ())), default=inf)
+
+    def remove(self, index: int) -> None:
+        """Forget a candidate that failed."""
+        if index in self.candidates:
+            self.candidates.remove(index)
+        self.samples.pop(index, None)
+        self._has_changed()
+
+    def enter(self, candidates: Sequence[int]) -> None:
+        """Have these in the race, and no others."""
+        self.candidates = list(candidates)
+        self._has_changed()
+
+    def _has_changed(self) -> None:
+        self._paired = self._scatter = None
+        self._levels.clear()
+
+    @property
+    def alive(self) -> list[int]:
+        return [index for index in self.candidates if index not in self.dropped]
+
+    @property
+    def measured(self) -> list[int]:
+        """The candidates with a sample that counts, dropped or not."""
+        return [index for index in self.candidates if self.samples.get(index)]
+
+    def median(self, index: int) -> float:
+        return median(self.samples[index])
+
+    def level(self, index: int) -> float:
+        """Return what a candidate is ranked by."""
+        return self._known(index)[0]
+
+    def doubt(self, index: int) -> float:
+        """Return how well a level is known: its standard error as a fraction of it, and more where samples are few.
+
+        They show less scatter than there is, so that of all candidates' samples counts too. Infinite as long as
+        nobody was sampled twice.
+        """
+        return self._known(index)[1]
+
+    def spread(self, index: int) -> float:
+        """Return the fraction of a level within which it is likely to be found again; 0 where nothing tells."""
+        doubt = self.doubt(index)
+        return 2 * doubt if doubt < inf else 0.0
+
+    def _known(self, index: int) -> tuple[float, float]:
+        if index not in self._levels:
+            taken = self._taken()
+            if self._scatter is None:
+                known = sum(len(samples) - 1 for samples in taken.values())
+                self._scatter = sum(map(_deviations, taken.values())) / known if known else inf
+            samples = taken[index]
+            count = len(samples)
+            scatter = (PRIOR * self._scatter + _deviations(samples)) / (PRIOR + count - 1)
+            self._levels[index] = level(samples), 1.25 * scatter / sqrt(count) * (1 + FEW / count)
+        return self._levels[index]
+
+    def _taken(self) -> dict[int, list[float]]:
+        """Return the samples, those of the finalists freed of what slowed a whole round.
+
+        Each is a part of its round's median then, and scatters half as much. Needs rounds in which all of them ran.
+        """
+        if self._paired is None:
+            self._paired = {i: samples for i, samples in self.samples.items() if samples}
+            racing = [i for i in self.finalists if any(i in samples for samples in self.rounds)]
+            rounds = [samples for samples in self.rounds if all(i in samples for i in racing)]
+            middles = [median(samples[i] for i in racing) for samples in rounds]
+            if len(rounds) >= LEAST_ROUNDS and len(racing) > 1 and min(middles) > 0:
+                scale = level(middles)
+                for index in racing:
+                    parts = zip(rounds, middles, strict=True)
+                    self._paired[index] = [samples[index] / middle * scale for samples, middle in parts]
+        return self._paired
+
+    def noise(self, *indices: int) -> float:
+        """Return how far apart two levels may be and still be a tie, as a fraction."""
+        return min(max(LEAST_NOISE, *map(self.spread, indices)), MOST_NOISE)
+
+    def tie(self, *indices: int) -> float:
+        """Return the same for two of which neither is the favourite: more than a choice may cost is no tie."""
+        return min(LEAST_NOISE + max(map(self.spread, indices)), MOST_TIE)
+
+    @property
+    def finalists(self) -> list[int]:
+        """The measured candidates that are still in; where all of those have failed, what was dropped for them."""
+        return [i for i in self.measured if i not in self.dropped] or self.measured
+
+    def leader(self) -> int:
+        """Return the finalist with the lowest level."""
+        return min(self.finalists, key=self.level)
+
+    def winner(self) -> int:
+        """Return the favourite where it is within the noise of the leader, else the first declared of its equals.
+
+        Equals are within the noise too, but never by more than `MOST_TIE`: of many, one that is somewhat slower
+        always looks like one. What was dropped was clearly slower, and cannot come back on the strength of
+        few samples.
+        """
+        leader = self.leader()
+        return next(i for i in self._by_preference() if i == leader or self._excess(i, leader)[0] <= 0)
+
+    def losers(self) -> list[int]:
+        """Return the finalists that are clearly too slow to win."""
+        leader = self.leader()
+        excesses = {i: self._excess(i, leader) for i in self.finalists if i != leader}
+        return [i for i, (over, doubt) in excesses.items() if over > doubt]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more samples would hardly change the winner.
+
+        Whichever of the others were the best, it would clearly be an equal; and those that would be
+        preferred to it clearly are none. Or as much of that as matters is known to within `PRECISE`.
+        """
+        leader, winner = self.leader(), self.winner()
+        preferred = self._by_preference()
+        asked = [self._excess(winner, index) for index in preferred if index != winner]
+        asked += [self._excess(index, leader) for index in preferred[: preferred.index(winner)]]
+        return all(abs(over) >= doubt or doubt <= PRECISE for over, doubt in asked)
+
+    def _by_preference(self) -> list[int]:
+        return sorted(self.finalists, key=lambda index: (index != self.incumbent, index))
+
+    @property
+    def favourite(self) -> int:
+        """The candidate that wins every tie: the incumbent, or else the first declared."""
+        return min(self.candidates) if self.incumbent is None else self.incumbent
+
+    def _excess(self, index: int, best: int) -> tuple[float, float]:
+        """Return by how much a candidate is too slow to win over the best, as a fraction, and how uncertain that is."""
+        level_s, best_s = self.level(index), self.level(best)
+        allowed = (self.noise if index == self.favourite else self.tie)(best, index)
+        ratio = level_s / best_s if best_s > 0 else 1.0 if level_s == best_s else inf
+        return ratio - 1 - allowed, hypot(self.doubt(best), self.doubt(index))
+
+
+def _deviations(samples: Sequence[float]) -> float:
+    """Return by how much samples differ from their level, as fractions of it, all together."""
+    middle = level(samples)
+    if middle <= 0:
+        return 0.0
+    return sum(min(abs(seconds / middle - 1), MOST_LATE) for seconds in samples)
