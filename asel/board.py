@@ -137,11 +137,6 @@ class Board:
         """
         return self._known(index)[1]
 
-    def spread(self, index: int) -> float:
-        """Return the fraction of a level within which it is likely to be found again; 0 where nothing tells."""
-        doubt = self.doubt(index)
-        return 2 * doubt if doubt < inf else 0.0
-
     def _known(self, index: int) -> tuple[float, float]:
         if index not in self._levels:
             taken = self._taken()
@@ -172,12 +167,19 @@ class Board:
         return self._paired
 
     def noise(self, *indices: int) -> float:
-        """Return how far apart two levels may be and still be a tie, as a fraction."""
-        return min(max(LEAST_NOISE, *map(self.spread, indices)), MOST_NOISE)
+        """Return how far apart two levels may be and still be a tie for the favourite, as a fraction.
+
+        Whoever leads was lucky more often than not, being the luckiest of many: so it is more than it is for two.
+        """
+        return min(max(LEAST_NOISE, 2.5 * self._reach(indices)), MOST_NOISE)
 
     def tie(self, *indices: int) -> float:
         """Return the same for two of which neither is the favourite: more than a choice may cost is no tie."""
-        return min(LEAST_NOISE + max(map(self.spread, indices)), MOST_TIE)
+        return min(LEAST_NOISE + 2 * self._reach(indices), MOST_TIE)
+
+    def _reach(self, indices: Sequence[int]) -> float:
+        doubt = max(map(self.doubt, indices))
+        return doubt if doubt < inf else 0.0  # where nothing tells, what was seen is all there is
 
     @property
     def finalists(self) -> list[int]:
@@ -196,26 +198,44 @@ class Board:
         few samples.
         """
         leader = self.leader()
-        return next(i for i in self._by_preference() if i == leader or self._excess(i, leader)[0] <= 0)
+        return next(
+            i for i in self._by_preference() if i == leader or self._over(i, leader) <= self._allowed(i, leader)
+        )
 
     def losers(self) -> list[int]:
         """Return the finalists that are clearly too slow to win."""
         leader = self.leader()
-        excesses = {i: self._excess(i, leader) for i in self.finalists if i != leader}
-        return [i for i, (over, doubt) in excesses.items() if over > doubt]
+        return [i for i in self.finalists if i != leader and self._is_slower(i, leader)]
 
     @property
     def is_settled(self) -> bool:
-        """Whether more samples would hardly change the winner.
+        """Whether more samples would hardly change the winner, or would not matter.
 
-        Whichever of the others were the best, it would clearly be an equal; and those that would be
-        preferred to it clearly are none. Or as much of that as matters is known to within `PRECISE`.
+        Whichever of the others were the best, the winner would clearly cost no more than a tie may; and those
+        that would be preferred to it are clearly too slow. Or as much of that as is asked is known precisely.
         """
         leader, winner = self.leader(), self.winner()
         preferred = self._by_preference()
-        asked = [self._excess(winner, index) for index in preferred if index != winner]
-        asked += [self._excess(index, leader) for index in preferred[: preferred.index(winner)]]
-        return all(abs(over) >= doubt or doubt <= PRECISE for over, doubt in asked)
+        asked = [(winner, index) for index in preferred if index != winner]
+        asked += [(index, leader) for index in preferred[: preferred.index(winner)]]
+        return all(self._is_equal(*pair) or self._is_slower(*pair) or self._doubt(*pair) <= PRECISE for pair in asked)
+
+    def _is_equal(self, index: int, best: int) -> bool:
+        return self._over(index, best) + self._doubt(index, best) <= MOST_TIE
+
+    def _is_slower(self, index: int, best: int) -> bool:
+        return self._over(index, best) - self._doubt(index, best) > self._allowed(index, best)
+
+    def _over(self, index: int, best: int) -> float:
+        """Return by how much one is slower than the other, as a fraction."""
+        level_s, best_s = self.level(index), self.level(best)
+        return level_s / best_s - 1 if best_s > 0 else 0.0 if level_s == best_s else inf
+
+    def _allowed(self, index: int, best: int) -> float:
+        return self.noise(best, index) if index == self.favourite else self.tie(best, index)
+
+    def _doubt(self, one: int, other: int) -> float:
+        return hypot(self.doubt(one), self.doubt(other))
 
     def _by_preference(self) -> list[int]:
         return sorted(self.finalists, key=lambda index: (index != self.incumbent, index))
@@ -224,13 +244,6 @@ class Board:
     def favourite(self) -> int:
         """The candidate that wins every tie: the incumbent, or else the first declared."""
         return min(self.candidates) if self.incumbent is None else self.incumbent
-
-    def _excess(self, index: int, best: int) -> tuple[float, float]:
-        """Return by how much a candidate is too slow to win over the best, as a fraction, and how uncertain that is."""
-        level_s, best_s = self.level(index), self.level(best)
-        allowed = (self.noise if index == self.favourite else self.tie)(best, index)
-        ratio = level_s / best_s if best_s > 0 else 1.0 if level_s == best_s else inf
-        return ratio - 1 - allowed, hypot(self.doubt(best), self.doubt(index))
 
 
 def _deviations(samples: Sequence[float]) -> float:

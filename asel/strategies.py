@@ -66,7 +66,9 @@ class Race:
     the first round, when nothing is known of their scatter, they are those of which even the best is half
     slower. What makes runs late is a few milliseconds, whatever their length, so long ones are precise and
     drop out sooner: by a tenth, later a twentieth, and `JITTER_S` over the number of the round. Two always
-    stay, and so does the incumbent: it is what the winner is held against.
+    stay, and so does the incumbent: it is what the winner is held against. Without one, the first declared
+    wins ties, so where runs are short it stays for five rounds, unless it is twice as slow: a bad start would
+    make every repeat of a tune among equals another tune.
 
     It is over after `iters` rounds at the earliest, when more samples would hardly change who wins; after
     `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
@@ -125,7 +127,11 @@ class Race:
         slow = board.losers() if number > 1 else []
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.level)
         losers = [i for i in standing[2:] if (i in slow and board.witness(i) > best) or board.witness(i) > allowed_s]
-        return [i for i in losers if i != board.incumbent]
+        return [i for i in losers if not self._stays(board, number, i, best)]
+
+    def _stays(self, board: Board, number: int, index: int, best: float) -> bool:
+        early = number < 5 and best < LONG_S
+        return index == board.incumbent or (index == board.favourite and early and board.witness(index) < 2 * best)
 
 
 def _incumbent_first(board: Board) -> list[int]:

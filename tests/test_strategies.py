@@ -170,7 +170,7 @@ def test_what_slows_a_whole_round_slows_nobody(seed):
     slow = [rng.uniform(1, 3) for _ in range(100)]
     play_on(Race(seed=seed), board, lambda i: truth[i] * slow[len(board.samples.get(i, ()))] * rng.gauss(1, 0.01))
     assert board.winner() == 1
-    assert max(map(board.spread, board.finalists)) < 0.03
+    assert max(map(board.doubt, board.finalists)) < 0.015
 
 
 @pytest.mark.parametrize(("sample_s", "most"), [(1e-4, 61), (20e-3, 20), (0.5, 6)])

@@ -139,6 +139,8 @@ def record(family: Family, samples: int) -> Oracle:
     compiled = [jax.jit(family.make(cfg)).lower(*args).compile() for cfg in family.candidates]
 
     def sample(index: int, runs: int) -> float:
+        if runs > 1:
+            jax.block_until_ready(compiled[index](*args))  # cold, after those of others
         start = perf_counter()
         for _ in range(runs):
             jax.block_until_ready(compiled[index](*args))
@@ -158,7 +160,7 @@ def record(family: Family, samples: int) -> Oracle:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Knows every candidate's time: the mean of its faster half, for the slower half is what others did meanwhile."""
+    """Knows every candidate's time: the mean of the middle half of its samples, which nobody's pauses move."""
 
     family: Family
     samples_s: list[list[float]]

@@ -131,7 +131,7 @@ CASES = (
         repeats=2,
         why="the others' timings are reused",
     ),
-    Case(LONG, asel_tune, 2.0, samples=6, repeats=2, why="running dominates", with_tune_jax=False),
+    Case(LONG, asel_tune, 2.0, why="running dominates", with_tune_jax=False),
 )
 
 
