@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,18 @@ from side_by_side import without_gc
 
 from asel.board import level
 
-__all__ = ["CLAMPED", "EQUALS", "FAMILIES", "LONG", "NEAR_EQUALS", "Blocks", "Family", "Oracle", "record"]
+__all__ = [
+    "CLAMPED",
+    "EQUALS",
+    "FAMILIES",
+    "LONG",
+    "NEAR_EQUALS",
+    "Blocks",
+    "Family",
+    "Oracle",
+    "program_text",
+    "record",
+]
 
 # Importing ejKernel turns JAX's cache of compiled programs on, for its whole process and from one run to the
 # next: whoever comes after it would be timed reading files.
@@ -133,10 +145,18 @@ EQUALS = Family("recurrence, eight equals", decoys, _grid(tuple(range(1, 9)), (1
 NEAR_EQUALS = Family("recurrence, near-equals", recurrence, _grid((16, 32, 64, 128), (4, 8)), ((4096, 64),) * 2)
 
 
+def program_text(lowered: jax.stages.Lowered) -> str:
+    """Return a program without its name."""
+    return re.sub(r"module @\S+", "", lowered.as_text(), count=1)
+
+
 def record(family: Family, samples: int) -> Oracle:
-    """Return `samples` interleaved samples of every candidate, each compiled once."""
+    """Return `samples` interleaved samples of every candidate; those with the same program have them in common."""
     args = family.args
-    compiled = [jax.jit(family.make(cfg)).lower(*args).compile() for cfg in family.candidates]
+    lowered = [jax.jit(family.make(cfg)).lower(*args) for cfg in family.candidates]
+    texts = [program_text(one) for one in lowered]
+    distinct = list(dict.fromkeys(texts))
+    compiled = [lowered[texts.index(text)].compile() for text in distinct]
 
     def sample(index: int, runs: int) -> float:
         if runs > 1:
@@ -155,7 +175,7 @@ def record(family: Family, samples: int) -> Oracle:
             random.Random(number).shuffle(order)
             for index in order:
                 taken[index].append(sample(index, runs[index]))
-    return Oracle(family, taken)
+    return Oracle(family, [taken[distinct.index(text)] for text in texts])
 
 
 @dataclass(frozen=True)

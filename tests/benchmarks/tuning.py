@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from time import perf_counter, process_time
 
 import anyio
 import jax
-from families import CLAMPED, FAMILIES, LONG, Blocks, Family, Oracle, record
+from families import CLAMPED, FAMILIES, LONG, Blocks, Family, Oracle, program_text, record
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -114,8 +113,7 @@ def compiling_alone(family: Family) -> float:
     start = perf_counter()
     for cfg in family.candidates:
         lowered = jax.jit(family.make(cfg)).lower(*args)
-        text = re.sub(r"module @\S+", "", lowered.as_text(), count=1)
-        if text not in programs:
+        if (text := program_text(lowered)) not in programs:
             programs.add(text)
             lowered.compile()
     return perf_counter() - start
@@ -123,12 +121,11 @@ def compiling_alone(family: Family) -> float:
 
 CASES = (
     *(Case(family, asel_tune, why="compiling dominates, no two programs alike") for family in FAMILIES),
-    Case(CLAMPED, asel_tune, 1.5, repeats=2, why="aliases are found before they are compiled"),
+    Case(CLAMPED, asel_tune, 1.5, why="aliases are found before they are compiled"),
     Case(
         replace(FAMILIES[1], name="attention, one candidate added"),
         OneMore(),
         2.0,
-        repeats=2,
         why="the others' timings are reused",
     ),
     Case(LONG, asel_tune, 2.0, why="running dominates", with_tune_jax=False),
@@ -142,6 +139,8 @@ def timed(tune: Tune, case: Case, oracle: Oracle, repeats: int) -> tuple[Run | N
     regrets: dict[Tune, list[float]] = {tune: [], case.tune: []}
     for _ in range(repeats):
         for one in (tune, case.tune):
+            if isinstance(one, OneMore):
+                one.prepare(oracle.family)
             gc.collect()
             start, busy = perf_counter(), process_time()
             try:
@@ -162,8 +161,6 @@ def timed(tune: Tune, case: Case, oracle: Oracle, repeats: int) -> tuple[Run | N
 def compare_tuners(case: Case, repeats: int) -> tuple[Table, bool]:
     """Return a table of all tuners on one family, and whether every budget is kept."""
     oracle = record(case.family, case.samples)  # first, so that what JAX traces only once is paid by nobody
-    if isinstance(case.tune, OneMore):
-        case.tune.prepare(case.family)
     equal = least = "ejKernel, Tuner(1, 3)"
     run, asel = timed(partial(ejkernel_tune, 3), case, oracle, repeats)
     runs = {least: run}
