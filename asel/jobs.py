@@ -61,6 +61,8 @@ class TuneJob(Generic[Cfg]):
     """What is settled: failures and skips as they happen, measurements at the end."""
     runners: dict[int, Runner] = field(default_factory=dict)
     """The candidates that are compiled and can be sampled."""
+    out: list[Runner] = field(default_factory=list)
+    """Those that were compiled, and failed or had no time to be sampled."""
     aliases: dict[int, int] = field(default_factory=dict)
     """The candidates whose program is another's."""
     board: Board | None = None
@@ -156,7 +158,6 @@ class Runner:
     sampler: Sampler
     started: float
     compile_s: float
-    is_released: bool = False
 
     @property
     def how(self) -> How:

@@ -23,7 +23,7 @@ class Sampler(Protocol):
     May also have `how`, where that is not the trial's objective; `turn()`, an async context manager
     around each step, in which to wait for what others hold: that wait is not timed; `ready()`, awaited
     before each sample as a step of its own; `outputs()`, what a run returns, on the host; and
-    `release()`, called in a thread when the candidate is out of the race.
+    `release()`, called in a thread once the tune is over.
     """
 
     def __call__(self) -> Awaitable[float]: ...

@@ -20,7 +20,7 @@ import anyio
 
 from asel.loop import LoopHandle
 
-__all__ = ["Busy", "run_in_thread"]
+__all__ = ["Busy", "leave_to_thread", "run_in_thread"]
 
 T = TypeVar("T")
 
@@ -47,13 +47,13 @@ class Busy:
 
 
 class _Step(Generic[T]):
-    def __init__(self, what: str, work: Callable[[], T], loop: LoopHandle, done: anyio.Event) -> None:
+    def __init__(self, what: str, work: Callable[[], T], loop: LoopHandle, *callbacks: Callable[[], object]) -> None:
         self.what = what
         self.work = work
         self.loop = loop
         self.context = copy_context()
         self.lock = threading.Lock()
-        self.callbacks: list[Callable[[], object]] = [done.set]
+        self.callbacks = list(callbacks)
         self.over = False
         self.result: T
         self.error: BaseException | None = None
@@ -141,6 +141,11 @@ def _let_threads_finish() -> None:
         time.sleep(0.01)
 
 
+def leave_to_thread(what: str, work: Callable[[], None]) -> None:
+    """Have `work` done by a thread and wait for nothing; whatever it raises is its own business."""
+    _start(_Step(what, work, LoopHandle()))
+
+
 async def run_in_thread(
     what: str,
     work: Callable[[], T],
@@ -154,7 +159,7 @@ async def run_in_thread(
     back; after that it is left behind, and said to be in `left_behind`.
     """
     loop, done = LoopHandle(), anyio.Event()
-    step = _Step(what, work, loop, done)
+    step = _Step(what, work, loop, done.set)
     _start(step)
     try:
         await done.wait()

@@ -28,7 +28,7 @@ from asel.measure import Measure, Trial, lower
 from asel.outcomes import Failed, Stage, TuneReport
 from asel.processes import ProcessMeasure
 from asel.strategies import Drop, Exhaustive, Race, Sample, Step, Strategy
-from asel.threads import run_in_thread
+from asel.threads import leave_to_thread, run_in_thread
 
 __all__ = ["Tuner"]
 
@@ -143,7 +143,8 @@ class Tuner(Generic[Cfg]):
         try:
             job.report = report_on(job)
         finally:
-            await _let_go(*job.runners.values())
+            _let_go([*job.out, *job.runners.values()])
+            job.out, job.runners = [], {}
         return job.report
 
     async def _try_groups(self, job: TuneJob[Cfg]) -> None:
@@ -211,7 +212,7 @@ class Tuner(Generic[Cfg]):
             runner = job.runners[index]
             if job.is_broke and job.expected is not None:
                 job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent before it was checked")
-                await _let_go(job.runners.pop(index))
+                job.out.append(job.runners.pop(index))
                 continue
             try:
                 async with self._at_work(job, index):
@@ -222,7 +223,7 @@ class Tuner(Generic[Cfg]):
                 return
             except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
                 job.fail(index, runner.started, "check", error, runner.trial.left_behind)
-                await _let_go(job.runners.pop(index))
+                job.out.append(job.runners.pop(index))
             finally:
                 job.note_left_behind(runner.trial)
 
@@ -254,7 +255,7 @@ class Tuner(Generic[Cfg]):
         for index in unsampled:
             board.remove(index)
             job.skip(index, untried)
-        await _let_go(*(job.runners.pop(index) for index in unsampled))
+        job.out += [job.runners.pop(index) for index in unsampled]
 
     async def _follow(self, job: TuneJob[Cfg], board: Board, plan: Iterator[Step]) -> None:
         first = None
@@ -263,7 +264,6 @@ class Tuner(Generic[Cfg]):
             if isinstance(step, Drop):
                 board.drop(step.index, step.round)
                 job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
-                await _let_go(job.runners[step.index])
             elif job.is_broke and (board.measured or step.index != first):
                 if board.measured:
                     break  # the best so far wins; until there is one, only the first to go goes on
@@ -282,7 +282,7 @@ class Tuner(Generic[Cfg]):
         except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
             board.remove(index)
             job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
-            await _let_go(job.runners.pop(index))
+            job.out.append(job.runners.pop(index))
         finally:
             job.note_left_behind(runner.trial)
 
@@ -350,15 +350,14 @@ def _turn(one: Any) -> AbstractAsyncContextManager[Any]:
     return nullcontext(one) if turn is None else turn()
 
 
-async def _let_go(*runners: Runner) -> None:
-    """Release candidates in a thread: all that JAX keeps for a program goes with it, which takes milliseconds.
+def _let_go(runners: Iterable[Runner]) -> None:
+    """Release candidates in a thread that nobody waits for.
 
-    What that raises harms no tune; there is nobody left whose outcome it would be.
+    All that JAX keeps for a program goes with it, which takes milliseconds. All of them were there when the
+    first was sampled, so that letting go of a loser sooner would only make the tune longer. What that raises
+    harms nobody; there is no one left whose outcome it would be.
     """
-    kept = [one for one in runners if not one.is_released]
-    releases = [release for one in kept if (release := getattr(one.sampler, "release", None)) is not None]
-    for one in kept:
-        one.is_released = True
+    releases = [release for one in runners if (release := getattr(one.sampler, "release", None)) is not None]
 
     def work() -> None:
         for release in releases:
@@ -368,7 +367,7 @@ async def _let_go(*runners: Runner) -> None:
                 logger.exception("a candidate could not be let go of")
 
     if releases:
-        await run_in_thread("letting go of candidates", work)
+        leave_to_thread("letting go of candidates", work)
 
 
 def _glance(job: TuneJob[Any], board: Board, indices: Sequence[int]) -> Iterator[Step]:
