@@ -20,6 +20,7 @@ from asel.board import level
 
 __all__ = [
     "CLAMPED",
+    "CLAMPED_MORE",
     "EQUALS",
     "FAMILIES",
     "LONG",
@@ -130,8 +131,9 @@ FAMILIES = (
     Family("attention", attention, _grid(_SIZES[1:6], _SIZES[1:6]), ((512, 64),) * 3),
     Family("recurrence", recurrence, _grid((8, *_SIZES[:5]), (1, 2, 4, 8)), ((4096, 64), (4096, 64))),
 )
-# One list of candidates for all shapes: 25 programs of 49.
-CLAMPED = Family("matmul, blocks clamped to the array", clamped_matmul, _grid(_SIZES, _SIZES), ((256, 256),) * 2)
+# One list of candidates for all shapes: 25 programs of 49 where a prompt is read, 10 of 49 where tokens are made.
+CLAMPED = Family("clamped matmul, 256 rows", clamped_matmul, _grid(_SIZES, _SIZES), ((256, 256), (256, 256)))
+CLAMPED_MORE = Family("clamped matmul, 32 rows", clamped_matmul, _grid(_SIZES, _SIZES), ((32, 256), (256, 256)))
 # Here running dominates compiling.
 LONG = Family(
     "recurrence, long",
