@@ -1,6 +1,7 @@
 """What strategies sample and how well they choose, on recorded timings: `python tests/benchmarks/strategies.py`.
 
-The timings are recorded once; every replay deals them out in another order.
+The timings are recorded once, round by round; every replay begins with another round, so that what slowed
+a round slows all of its samples.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import cycle
 from statistics import fmean, quantiles
 
 from families import FAMILIES, NEAR_EQUALS, Oracle, record
@@ -43,15 +45,15 @@ class Replayed:
 
 
 def replay(strategy: Strategy, oracle: Oracle, seed: int) -> Replayed:
-    """Run a strategy against recorded timings in an order of their own."""
-    dealer = random.Random(seed)
-    decks = [dealer.sample(taken, len(taken)) for taken in oracle.samples_s]
+    """Run a strategy against recorded timings, from a round of its own on."""
+    first = random.Random(seed).randrange(SAMPLES)
+    rounds = [cycle([*taken[first:], *taken[:first]]) for taken in oracle.samples_s]
     if isinstance(strategy, Race):
         strategy = replace(strategy, seed=seed)
-    board, samples, seconds = Board(list(range(len(decks)))), 0, 0.0
+    board, samples, seconds = Board(list(range(len(rounds)))), 0, 0.0
     for step in strategy.plan(board):
         if isinstance(step, Sample):
-            taken = decks[step.index].pop()
+            taken = next(rounds[step.index])
             board.record(step.index, taken)
             samples, seconds = samples + 1, seconds + taken
         else:
