@@ -243,7 +243,7 @@ class Board:
     @property
     def favourite(self) -> int:
         """The candidate that wins every tie: the incumbent, or else the first declared."""
-        return min(self.candidates) if self.incumbent is None else self.incumbent
+        return self.incumbent if self.incumbent in self.candidates else min(self.candidates)
 
 
 def _deviations(samples: Sequence[float]) -> float:

@@ -260,13 +260,13 @@ class Tuner(Generic[Cfg]):
     async def _follow(self, job: TuneJob[Cfg], board: Board, plan: Iterator[Step]) -> None:
         first = None
         for step in plan:
-            first = step.index if first is None else first
+            if first is None or first not in job.runners:  # the one before has failed
+                first = step.index
             if isinstance(step, Drop):
                 board.drop(step.index, step.round)
                 job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
             elif job.is_broke and (board.measured or step.index != first):
-                if board.measured:
-                    break  # the best so far wins; until there is one, only the first to go goes on
+                break  # the best so far wins; until there is one, only the first that runs goes on
             else:
                 await self._sample(job, board, step.index)
 
@@ -367,7 +367,10 @@ def _let_go(runners: Iterable[Runner]) -> None:
                 logger.exception("a candidate could not be let go of")
 
     if releases:
-        leave_to_thread("letting go of candidates", work)
+        try:
+            leave_to_thread("letting go of candidates", work)
+        except RuntimeError:  # no thread can be started; what is not released now goes with the job
+            logger.exception("candidates could not be let go of")
 
 
 def _glance(job: TuneJob[Any], board: Board, indices: Sequence[int]) -> Iterator[Step]:

@@ -914,3 +914,13 @@ def test_contract_a_tuner_finds_the_same_with_either(rig, real_backend):
     assert report.winner == "good"
     assert kinds(report.outcomes) == [Measured, Failed, Failed]
     assert [failed.stage for failed in report.outcomes[1:]] == ["compile", "measure"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("strategy", ["race", "exhaustive"])
+async def test_a_spent_budget_and_a_first_candidate_that_fails_end_all_the_same(strategy):
+    """Until something is measured one candidate goes on, whatever the budget says: where it fails, the next."""
+    measure = ScriptedMeasure(0.01, compile_s=1.0, run_errors={"a": ValueError("no")})
+    job = job_of("a", "b", "c", incumbent=0, tune_budget_s=2.5)
+    report = await Tuner(measure=measure, strategy=strategy).tune(job)
+    assert report.winner in ("b", "c")
