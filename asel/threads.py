@@ -8,10 +8,12 @@ candidate that hangs must do neither.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -23,6 +25,7 @@ from asel.loop import LoopHandle
 __all__ = ["Busy", "leave_to_thread", "run_in_thread"]
 
 T = TypeVar("T")
+logger = logging.getLogger("asel")
 
 
 class Busy:
@@ -70,7 +73,39 @@ class _Step(Generic[T]):
         with self.lock:
             self.over = True
         for callback in self.callbacks:
-            self.loop.post(callback)
+            try:
+                self.loop.post(callback)
+            except Exception:  # the thread has others to tell
+                logger.exception("nobody could be told that %s is over", self.what)
+
+
+class _Crew:
+    """The threads that do steps: as many as there are steps at once, and for a moment after."""
+
+    def __init__(self, patience_s: float = 0.2) -> None:
+        self.patience_s = patience_s
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no threads, as the child of a fork has none."""
+        self.lock = threading.Lock()
+        self.busy: set[_Worker] = set()
+        self.idle: list[_Worker] = []
+
+    def start(self, step: _Step[Any]) -> None:
+        """Have a step done by an idle thread, or else by a new one.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        with self.lock:
+            if self.idle:
+                worker = self.idle.pop()  # the last to come is the warmest
+                self.busy.add(worker)
+                worker.step = step
+                worker.woken.put(None)
+                return
+        _Worker(self, step)
 
 
 class _Worker:
@@ -80,56 +115,60 @@ class _Worker:
     new thread is slower than the next.
     """
 
-    def __init__(self, step: _Step[Any]) -> None:
-        self.steps: SimpleQueue[_Step[Any]] = SimpleQueue()
-        self.thread = threading.Thread(target=self._work, name=f"asel: {step.what}", daemon=True)
-        self.steps.put(step)
-        _busy.add(self)
-        self.thread.start()
+    def __init__(self, crew: _Crew, step: _Step[Any]) -> None:
+        self.step: _Step[Any] | None = step
+        self.woken: SimpleQueue[None] = SimpleQueue()
+        self.woken.put(None)
+        self._crew = crew
+        self._thread = threading.Thread(target=self._work, name=f"asel: {step.what}", daemon=True)
+        crew.busy.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            crew.busy.discard(self)
+            raise
 
     def _work(self) -> None:
-        while (step := self._next()) is not None:
-            self.thread.name = f"asel: {step.what}"
-            step.run()
-            _busy.discard(self)
-            _idle.append(self)  # first, so that who hears that the step is over finds it
-            step.tell()
-            del step
+        try:
+            while (step := self._next()) is not None:
+                self._thread.name = f"asel: {step.what}"
+                try:
+                    step.run()
+                finally:
+                    self._rest()  # first, so that who hears that the step is over finds it idle
+                    step.tell()
+                del step
+        finally:
+            # An exception may be thrown into a thread from outside, by a candidate's own timeout say: it strikes
+            # when the thread wakes, and the step it was woken for is another's then.
+            while (step := self._take()) is not None:
+                self._crew.start(step)
 
     def _next(self) -> _Step[Any] | None:
-        try:
-            return self.steps.get(timeout=_PATIENCE_S)
-        except Empty:
-            try:
-                _idle.remove(self)
-            except ValueError:  # somebody has just taken it, and is about to hand it a step
-                return self.steps.get()
-            return None
+        with suppress(Empty):
+            self.woken.get(timeout=self._crew.patience_s)
+        return self._take()
+
+    def _take(self) -> _Step[Any] | None:
+        """Return the step that was handed over; where there is none, be no longer there for any."""
+        with self._crew.lock:
+            step, self.step = self.step, None
+            if step is None:
+                self._crew.busy.discard(self)
+                if self in self._crew.idle:
+                    self._crew.idle.remove(self)
+            return step
+
+    def _rest(self) -> None:
+        with self._crew.lock:
+            self._crew.busy.discard(self)
+            self._crew.idle.append(self)
 
 
-_PATIENCE_S = 0.2
-_busy: set[_Worker] = set()
-_idle: list[_Worker] = []
-
-
-def _start(step: _Step[Any]) -> None:
-    try:
-        worker = _idle.pop()  # the last to come is the warmest
-    except IndexError:
-        _Worker(step)
-    else:
-        _busy.add(worker)
-        worker.steps.put(step)
-
-
-def _forget() -> None:
-    """A forked child has none of these threads."""
-    _idle.clear()
-    _busy.clear()
-
+_crew = _Crew()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_crew.forget)
 
 
 @atexit.register
@@ -137,13 +176,17 @@ def _let_threads_finish() -> None:
     # A thread that is inside JAX while the interpreter comes down may crash it. One that is about to
     # finish gets a moment; one that hangs does not keep the program.
     deadline = time.monotonic() + 0.5
-    while _busy and time.monotonic() < deadline:
+    while _crew.busy and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def leave_to_thread(what: str, work: Callable[[], None]) -> None:
-    """Have `work` done by a thread and wait for nothing; whatever it raises is its own business."""
-    _start(_Step(what, work, LoopHandle()))
+    """Have `work` done by a thread and wait for nothing; whatever it raises is its own business.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    _crew.start(_Step(what, work, LoopHandle()))
 
 
 async def run_in_thread(
@@ -160,7 +203,7 @@ async def run_in_thread(
     """
     loop, done = LoopHandle(), anyio.Event()
     step = _Step(what, work, loop, done.set)
-    _start(step)
+    _crew.start(step)
     try:
         await done.wait()
     finally:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
+import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextvars import ContextVar
 from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import pytest
 
+from asel import threads
 from asel.loop import LoopHandle
-from asel.threads import run_in_thread
+from asel.threads import _Crew, _Step, run_in_thread
 
 PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
 
@@ -248,24 +253,195 @@ def test_a_thread_that_was_left_behind_is_used_again_only_once_it_is_back(real_b
     anyio.run(main, backend=real_backend)
 
 
-def test_what_a_step_held_is_let_go_of_before_it_is_told(real_backend):
-    """An idle thread keeps nothing alive: neither its last work, nor what that returned or raised."""
+class Big:
+    """Something to be let go of."""
 
-    class Big:
-        pass
+
+def test_what_a_step_held_is_let_go_of_when_it_is_told(real_backend):
+    """A step that was left behind is remembered by name: not with its work, nor with all that this held."""
 
     async def main():
-        big = Big()
-        seen = weakref.ref(big)
-        await run_in_thread("holding", partial(id, big))
-        with pytest.raises(TypeError):
-            await run_in_thread("failing", partial(int, big))
-        del big
-        gc.collect()
-        await run_in_thread("another", bool)
-        return seen()
+        with Gate() as gate:
+            left_behind, back, big = [], anyio.Event(), Big()
+            seen = weakref.ref(big)
+            with anyio.move_on_after(0):
+                await run_in_thread(
+                    "holding", partial(lambda gate, big: gate.work(), gate, big), left_behind=left_behind
+                )
+            del big
+            assert seen() is not None
+            left_behind[0].when_done(back.set)
+            gate.open()
+            with anyio.fail_after(PATIENCE_S):
+                await back.wait()
+            return seen()
 
     assert anyio.run(main, backend=real_backend) is None
+
+
+class Trouble(Exception):
+    """An error that can be referred to weakly."""
+
+
+def test_an_idle_thread_keeps_nothing(real_backend, monkeypatch):
+    """Neither what its last step returned nor what that raised."""
+    monkeypatch.setattr(threads, "_crew", _Crew(patience_s=PATIENCE_S))
+
+    def fail():
+        raise Trouble
+
+    async def failing():
+        try:
+            await run_in_thread("failing", fail)
+        except Trouble as error:
+            return weakref.ref(error)
+
+    async def making():
+        return weakref.ref(await run_in_thread("making", Big))
+
+    async def main():
+        with anyio.fail_after(PATIENCE_S / 2):
+            for seen in (await making(), await failing()):
+                while gc.collect() or seen() is not None:
+                    await anyio.lowlevel.checkpoint()
+
+    anyio.run(main, backend=real_backend)
+
+
+class _Slow:
+    """A lock that its first holder, once it has it, keeps for as long as another needs to come and wait for it."""
+
+    def __init__(self, seconds):
+        self._lock, self._left_s = threading.Lock(), seconds
+
+    def __enter__(self):
+        self._lock.acquire()
+        seconds, self._left_s = self._left_s, 0
+        time.sleep(seconds)
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
+def test_a_step_handed_over_as_a_thread_is_about_to_end_is_done():
+    """The thread has lost patience when it is taken from among the idle: it does that step before it ends."""
+    crew = _Crew(patience_s=0.1)
+
+    def do(what):
+        told, found = threading.Event(), []
+        at_once = SimpleNamespace(post=lambda callback: callback())
+        crew.start(_Step(what, lambda: found.append(threading.current_thread()), at_once, told.set))
+        assert told.wait(PATIENCE_S)
+        return found[0]
+
+    first = do("one")
+    crew.lock = _Slow(0.25)  # taken by this thread, while the other one's patience ends
+    assert do("two") is first
+    first.join(PATIENCE_S)
+    assert not first.is_alive()
+    assert (crew.idle, crew.busy) == ([], set())
+
+
+def test_steps_are_done_whenever_threads_end(real_backend, monkeypatch):
+    """Threads that end about as fast as steps come: every step is done, once, and no thread is left."""
+    crew = _Crew(patience_s=0.001)
+    monkeypatch.setattr(threads, "_crew", crew)
+    done = []
+
+    async def steps(seed):
+        pauses = random.Random(seed)
+        for number in range(60):
+            await run_in_thread("adding", partial(done.append, (seed, number)))
+            await anyio.sleep(pauses.choice([0, 0.0008, 0.001, 0.0012]))
+
+    async def main():
+        with anyio.fail_after(PATIENCE_S):
+            async with anyio.create_task_group() as tasks:
+                for seed in range(6):
+                    tasks.start_soon(steps, seed)
+
+    anyio.run(main, backend=real_backend)
+    assert sorted(done) == [(seed, number) for seed in range(6) for number in range(60)]
+
+
+def _throw_into(thread):
+    """Do what libraries that time functions out do: raise an exception in another thread."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
+
+
+def test_an_idle_thread_that_is_killed_is_replaced(real_backend, monkeypatch):
+    """An exception thrown into a thread too late finds it idle: it ends, and the next step has another thread."""
+    crew, ended = _Crew(patience_s=0.02), []
+    monkeypatch.setattr(threads, "_crew", crew)
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+
+    async def main():
+        first = await run_in_thread("one", threading.current_thread)
+        _throw_into(first)
+        first.join(PATIENCE_S)
+        assert not first.is_alive()
+        with anyio.fail_after(PATIENCE_S):
+            return await run_in_thread("two", lambda: 2)
+
+    assert anyio.run(main, backend=real_backend) == 2
+    assert [hook.exc_type for hook in ended] == [KeyboardInterrupt]
+
+
+def test_a_thread_that_is_killed_leaves_its_next_step_to_another(real_backend, monkeypatch):
+    """What it was handed before it could end is done all the same."""
+    crew, ended = _Crew(), []
+    monkeypatch.setattr(threads, "_crew", crew)
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+
+    async def main():
+        first = await run_in_thread("one", threading.current_thread)
+        _throw_into(first)  # seen by the thread when it wakes, with the step in its hands
+        with anyio.fail_after(PATIENCE_S):
+            assert await run_in_thread("two", threading.current_thread) is not first
+        first.join(PATIENCE_S)
+
+    anyio.run(main, backend=real_backend)
+    assert [hook.exc_type for hook in ended] == [KeyboardInterrupt]
+
+
+def test_a_thread_whose_loop_cannot_be_told_goes_on(real_backend, monkeypatch, caplog):
+    """Whatever goes wrong in telling one loop is logged, and the thread is there for the next step."""
+    post = LoopHandle.post
+
+    def broken(self, callback):
+        post(self, callback)
+        raise OSError("the pipe is closed")
+
+    async def main():
+        with monkeypatch.context() as patched:
+            patched.setattr(LoopHandle, "post", broken)
+            first = await run_in_thread("one", threading.current_thread)
+            with anyio.fail_after(PATIENCE_S):
+                while "nobody could be told that one is over" not in caplog.text:
+                    await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(PATIENCE_S):
+            assert await run_in_thread("two", threading.current_thread) is first
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_where_no_thread_can_be_started_it_is_said_and_nothing_is_kept(real_backend, monkeypatch):
+    """A machine out of threads is an error of the step that needed one."""
+    crew = _Crew()
+    monkeypatch.setattr(threads, "_crew", crew)
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                await run_in_thread("one", bool)
+        assert crew.busy == set()
+        assert await run_in_thread("two", lambda: 2) == 2
+
+    anyio.run(main, backend=real_backend)
 
 
 def test_a_forked_child_has_threads_of_its_own(real_backend):
