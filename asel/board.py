@@ -53,6 +53,7 @@ class Board:
     """The samples again, those together that were taken in one round."""
     cost_s: float = 0.0
     """What sampling has taken."""
+    _lost_to: dict[int, int | None] = field(default_factory=dict)
     _paired: dict[int, list[float]] | None = None
     _scatter: float | None = None
     _levels: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -73,9 +74,13 @@ class Board:
     def is_warm(self, index: int) -> bool:
         return len(self.warmups.get(index, ())) >= self.warmup
 
-    def drop(self, index: int, number: int) -> None:
-        """Take a candidate out of the race; where it has only been warmed up, that is all that is known of it."""
+    def drop(self, index: int, number: int, best: int | None = None) -> None:
+        """Take a candidate out of the race, which it lost to `best` in round `number`.
+
+        Where it has only been warmed up, that is all that is known of it.
+        """
         self.dropped[index] = number
+        self._lost_to[index] = best
         self._make_do(index)
         self._has_changed()
 
@@ -98,10 +103,12 @@ class Board:
         return min((*self.samples.get(index, ()), *self.warmups.get(index, ())), default=inf)
 
     def remove(self, index: int) -> None:
-        """Forget a candidate that failed."""
+        """Forget a candidate that failed; those that lost to nobody else are back in the race."""
         if index in self.candidates:
             self.candidates.remove(index)
         self.samples.pop(index, None)
+        for loser in [loser for loser, best in self._lost_to.items() if best == index]:
+            del self.dropped[loser], self._lost_to[loser]
         self._has_changed()
 
     def enter(self, candidates: Sequence[int]) -> None:
@@ -195,12 +202,14 @@ class Board:
 
         Equals are within the noise too, but never by more than `MOST_TIE`: of many, one that is somewhat slower
         always looks like one. What was dropped was clearly slower, and cannot come back on the strength of
-        few samples.
+        few samples. And nobody wins whom any other finalist clearly beats, however wild the leader's samples are.
         """
         leader = self.leader()
-        return next(
-            i for i in self._by_preference() if i == leader or self._over(i, leader) <= self._allowed(i, leader)
-        )
+        return next(i for i in self._by_preference() if i == leader or self._is_as_good(i, leader))
+
+    def _is_as_good(self, index: int, leader: int) -> bool:
+        within = self._over(index, leader) <= self._allowed(index, leader)
+        return within and not any(self._is_slower(index, other) for other in self.finalists)
 
     def losers(self) -> list[int]:
         """Return the finalists that are clearly too slow to win."""

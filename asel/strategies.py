@@ -26,10 +26,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A candidate is out of the race."""
+    """A candidate is out of the race, unless the one it lost to fails."""
 
     index: int
     round: int
+    best: int | None = None
 
 
 Step = Sample | Drop
@@ -65,13 +66,13 @@ class Race:
     them is as good as the leader: samples are late and seldom early, so the best one is a fair witness. After
     the first round, when nothing is known of their scatter, they are those of which even the best is half
     slower. What makes runs late is a few milliseconds, whatever their length, so long ones are precise and
-    drop out sooner: by a tenth, later a twentieth, and `JITTER_S` over the number of the round. Two always
-    stay, and so does the incumbent: it is what the winner is held against. Without one, the first declared
-    wins ties, so where runs are short it stays for five rounds, unless it is twice as slow: a bad start would
-    make every repeat of a tune among equals another tune.
+    drop out sooner: by a tenth, later a twentieth, and `JITTER_S` over the number of the round. Two always stay,
+    and so does the incumbent: it is what the winner is held against. Without one, the first declared wins ties,
+    so where runs are short it stays for five rounds, unless it is twice as slow: a bad start would make every
+    repeat of a tune among equals another tune. Where the one that others lost to fails, they are back.
 
-    It is over after `iters` rounds at the earliest, when more samples would hardly change who wins; after
-    `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
+    It is over when all that are left have `iters` samples at the least, and more would hardly change who wins;
+    after `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
     up to a second, a quarter of it beyond that, and `least_s` in any case. So short kernels, which are
     noisy and cheap, are sampled often, and long ones, which are neither, seldom.
     """
@@ -96,7 +97,8 @@ class Race:
                     yield Sample(index)
         for index in waiting:
             if index in board.candidates:
-                yield Drop(index, 0) if self._is_out_at_once(board, index) else Sample(index)
+                best = self._out_at_once(board, index)
+                yield Sample(index) if best is None else Drop(index, 0, best)
         first_s, begun_s = board.cost_s - begun_s, board.cost_s
         effort_s = max(self.least_s, min(first_s, 1.0), first_s / 4)
         for number in range(1, max(self.iters, self.most_rounds) + 1):
@@ -107,20 +109,24 @@ class Race:
                     yield Sample(index)
             if not board.measured:
                 return
-            for index in self._losers(board, number):
-                yield Drop(index, number)
-            if number >= self.iters and (board.is_settled or board.cost_s - begun_s >= effort_s):
+            best = board.leader()
+            for index in self._losers(board, number, best):
+                yield Drop(index, number, best)
+            least = min(len(board.samples[index]) for index in board.finalists)
+            if least >= self.iters and (board.is_settled or board.cost_s - begun_s >= effort_s):
                 return
 
-    def _is_out_at_once(self, board: Board, index: int) -> bool:
+    def _out_at_once(self, board: Board, index: int) -> int | None:
+        """Return the one whose warm-up shows that a long candidate is too slow, if there is one."""
         taken = board.witness(index)
-        faster = [best for i in board.alive if (best := board.witness(i)) < taken]
+        faster = sorted((i for i in board.alive if board.witness(i) < taken), key=board.witness)
         if index == board.incumbent or len(faster) < 2:
-            return False
-        return min(faster) >= LONG_S and taken > min(faster) * 1.15 + JITTER_S
+            return None
+        best = board.witness(faster[0])
+        return faster[0] if best >= LONG_S and taken > best * 1.15 + JITTER_S else None
 
-    def _losers(self, board: Board, number: int) -> Sequence[int]:
-        best = board.level(board.leader())
+    def _losers(self, board: Board, number: int, leader: int) -> Sequence[int]:
+        best = board.level(leader)
         allowed_s = best * 1.5 if number == 1 else inf
         if best >= LONG_S:
             allowed_s = min(allowed_s, best * (1.1 if number == 1 else 1.05) + JITTER_S / number)

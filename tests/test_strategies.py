@@ -25,7 +25,7 @@ def play(strategy, draw, count, *, incumbent=None, warmup=1) -> Board:
 def play_on(strategy, board, draw) -> None:
     for step in strategy.plan(board):
         if isinstance(step, Drop):
-            board.drop(step.index, step.round)
+            board.drop(step.index, step.round, step.best)
         else:
             assert step.index not in board.dropped, "a candidate that is out is not sampled"
             board.record(step.index, draw(step.index))
@@ -120,7 +120,7 @@ def test_the_incumbent_is_never_out_at_its_warm_up():
         board.record(index, 1.0)
         board.record(index, 1.0)
     board.record(2, 9.0)
-    assert Drop(2, 0) not in list(_replaying(Race(), board, 9.0))
+    assert not any(isinstance(step, Drop) and step.index == 2 for step in _replaying(Race(), board, 9.0))
 
 
 def _replaying(strategy, board, seconds):
@@ -257,17 +257,39 @@ def test_a_candidate_that_fails_is_out_of_every_plan():
     assert set(board.measured) == {0, 2}
 
 
+def play_until(board, seconds, fails_at) -> None:
+    """Race on a board where some candidates fail: at the sample after so many that count."""
+    for step in Race(iters=3).plan(board):
+        if isinstance(step, Drop):
+            board.drop(step.index, step.round, step.best)
+        elif len(board.samples.get(step.index, ())) == fails_at.get(step.index):
+            board.remove(step.index)
+        else:
+            board.record(step.index, seconds[step.index])
+
+
+@pytest.mark.parametrize("scale", [1, 100], ids=["short", "long"])
+def test_who_lost_to_one_that_fails_is_back(scale):
+    """A candidate that fails late harms none of its rivals: those it had driven out race again, among themselves."""
+    board, seconds = Board(list(range(6)), incumbent=0), [1.4e-3, 1e-3, 2e-3, 1.001e-3, 0.5e-3, 0.5e-3]
+    play_until(board, [scale * one for one in seconds], fails_at={4: 2, 5: 2})
+    assert board.winner() == 1
+    assert set(board.dropped) == {2}
+    assert len(board.samples[1]) == len(board.samples[3]) > 1
+
+
+def test_who_lost_to_another_stays_out():
+    """The failure of one that beat nobody changes nothing for those that others beat."""
+    board = Board(list(range(5)), incumbent=3)
+    play_until(board, [1e-3, 1.01e-3, 5e-3, 2e-3, 5e-3], fails_at={1: 2})
+    assert board.dropped == {2: 1, 4: 1}
+    assert len(board.samples[2]) == len(board.samples[4]) == 1
+
+
 def test_when_every_finalist_fails_what_was_dropped_is_the_answer():
     """A slow time is better than none: those that drove it out are gone."""
     board = Board([0, 1, 2])
-    for step in Race(iters=3).plan(board):
-        if isinstance(step, Drop):
-            board.drop(step.index, step.round)
-        elif step.index != 2 and len(board.samples.get(step.index, ())) == 2:
-            board.remove(step.index)
-        else:
-            board.record(step.index, [1e-3, 1e-3, 5e-3][step.index])
-    assert board.dropped == {2: 1}
+    play_until(board, [1e-3, 1e-3, 5e-3], fails_at={0: 2, 1: 2})
     assert board.winner() == 2
 
 
@@ -301,6 +323,17 @@ def test_only_the_favourite_profits_from_noise():
     assert Board([1, 2], None, 0, dict(samples)).winner() == 1  # without an incumbent, it is the first declared
 
 
+def test_nobody_wins_whom_another_clearly_beats():
+    """A leader that knows little of itself leaves room for the favourite, but not before a steady third one."""
+    wild = [0.6, 0.7, 0.9, 1.0, 1.0, 1.1, 1.3, 1.4]
+    samples = {0: [1.08, 1.081] * 4, 1: [1.0, 1.001] * 4, 2: wild}
+    board = Board([0, 1, 2], 0, 0, samples)
+    assert board.leader() == 2
+    assert board.level(0) < board.level(2) * (1 + board.noise(0, 2)), "within the noise of the leader"
+    assert board.winner() == 1
+    assert Board([0, 2], 0, 0, samples).winner() == 0
+
+
 def test_nothing_is_settled_as_long_as_nobody_was_sampled_twice():
     """One sample each tells nothing of their scatter, and two tell of it for all."""
     board = Board([0, 1, 2], None, 0)
@@ -331,6 +364,14 @@ def test_a_wild_winner_is_not_dropped_for_a_bad_start(seed):
     scatter = [0.2, *[0.05] * 12]
     board = play(Race(seed=seed), lambda i: truth[i] * max(0.6, rng.gauss(1, scatter[i])), 13)
     assert board.winner() == 0
+
+
+def test_where_the_incumbent_failed_the_first_declared_is_the_favourite():
+    """Somebody has to win ties, and what is not in the race cannot."""
+    board = Board([0, 1, 2], incumbent=1)
+    assert board.favourite == 1
+    board.remove(1)
+    assert board.favourite == 0
 
 
 def test_the_incumbent_runs_to_the_end():
