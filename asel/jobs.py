@@ -62,7 +62,9 @@ class TuneJob(Generic[Cfg]):
     runners: dict[int, Runner] = field(default_factory=dict)
     """The candidates that are compiled and can be sampled."""
     out: list[Runner] = field(default_factory=list)
-    """Those that were compiled, and failed or had no time to be sampled."""
+    """Those that are to be let go of: they failed, had no time to be sampled, or are reported on."""
+    programs: dict[str, int] = field(default_factory=dict)
+    """The first candidate of each program."""
     aliases: dict[int, int] = field(default_factory=dict)
     """The candidates whose program is another's."""
     board: Board | None = None
@@ -122,6 +124,10 @@ class TuneJob(Generic[Cfg]):
             self.expected = outputs
         elif (wrong := check(self.expected, outputs)) is not None:
             raise OutputMismatch(wrong)
+
+    def runs(self, index: int) -> bool:
+        """Tell whether a candidate's program can be sampled, be it compiled as another's."""
+        return self.aliases.get(index, index) in self.runners
 
     @property
     def reused(self) -> list[int]:

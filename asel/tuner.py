@@ -143,8 +143,9 @@ class Tuner(Generic[Cfg]):
         try:
             job.report = report_on(job)
         finally:
-            _let_go([*job.out, *job.runners.values()])
-            job.out, job.runners = [], {}
+            job.out += job.runners.values()
+            job.runners = {}
+            _let_go(job)
         return job.report
 
     async def _try_groups(self, job: TuneJob[Cfg]) -> None:
@@ -152,14 +153,14 @@ class Tuner(Generic[Cfg]):
             await self._compile_all(job, group)
             await self._check_all(job, group)
             await self._sample_all(job, group)
-            if any(index in job.runners for index in group if index != job.incumbent or len(job.candidates) == 1):
+            _let_go(job)  # before the next group is compiled
+            if any(job.runs(index) for index in group if index != job.incumbent or len(job.candidates) == 1):
                 break  # a success ends it; the groups below are not tried
 
     # Compiling.
 
     async def _compile_all(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
         waiting = deque(i for i in group if i not in job.outcomes and i not in job.runners and i not in job.aliases)
-        programs: dict[str, int] = {}
         lowering = anyio.Lock()
 
         async def work() -> None:
@@ -168,13 +169,13 @@ class Tuner(Generic[Cfg]):
                 if job.is_broke:
                     job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent")
                 else:
-                    await self._compile(job, index, programs, lowering)
+                    await self._compile(job, index, lowering)
 
         async with anyio.create_task_group() as tasks:
             for _ in range(min(int(compile_slots().total_tokens), len(waiting))):
                 tasks.start_soon(work)
 
-    async def _compile(self, job: TuneJob[Cfg], index: int, programs: dict[str, int], lowering: anyio.Lock) -> None:
+    async def _compile(self, job: TuneJob[Cfg], index: int, lowering: anyio.Lock) -> None:
         """Make a candidate ready to be sampled; or note that it is another's alias, or why it failed."""
         cfg, start, stage = job.candidates[index], anyio.current_time(), "build"
         trial: Trial[Cfg] | None = None
@@ -188,7 +189,7 @@ class Tuner(Generic[Cfg]):
                 async with lowering:
                     with _step(job, index, "compile") as lowering_s:
                         lowered = await lower(measure, trial)
-                first = programs.setdefault(lowered.fingerprint or str(index), index)
+                first = job.programs.setdefault(lowered.fingerprint or str(index), index)
                 if first != index:
                     job.aliases[index] = first
                     return
@@ -263,7 +264,7 @@ class Tuner(Generic[Cfg]):
             if first is None or first not in job.runners:  # the one before has failed
                 first = step.index
             if isinstance(step, Drop):
-                board.drop(step.index, step.round)
+                board.drop(step.index, step.round, step.best)
                 job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
             elif job.is_broke and (board.measured or step.index != first):
                 break  # the best so far wins; until there is one, only the first that runs goes on
@@ -350,14 +351,15 @@ def _turn(one: Any) -> AbstractAsyncContextManager[Any]:
     return nullcontext(one) if turn is None else turn()
 
 
-def _let_go(runners: Iterable[Runner]) -> None:
-    """Release candidates in a thread that nobody waits for.
+def _let_go(job: TuneJob[Any]) -> None:
+    """Release the candidates that are out, in a thread that nobody waits for.
 
-    All that JAX keeps for a program goes with it, which takes milliseconds. All of them were there when the
-    first was sampled, so that letting go of a loser sooner would only make the tune longer. What that raises
-    harms nobody; there is no one left whose outcome it would be.
+    All that JAX keeps for a program goes with it, which takes milliseconds. A group's programs are all there when
+    the first of them is sampled, so that letting go of a loser sooner would only make the tune longer. What that
+    raises harms nobody; there is no one left whose outcome it would be.
     """
-    releases = [release for one in runners if (release := getattr(one.sampler, "release", None)) is not None]
+    releases = [release for one in job.out if (release := getattr(one.sampler, "release", None)) is not None]
+    job.out = []
 
     def work() -> None:
         for release in releases:

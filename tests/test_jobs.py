@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels import BEST, GUESS, Bench, Blocks, Toy, call
 
-from asel import Failed, Invocation, Measured, Skipped, Tuner, TuneReport, kernel
+from asel import Failed, Invocation, Measured, Skipped, Tuner, TuneReport, TuningError, kernel
 from asel.checks import OutputCheck
 from asel.measure import Lowered
 from asel.testing import ScriptedMeasure
@@ -102,6 +102,42 @@ def test_programs_of_one_text_are_one_program(real_backend):
 
     report = anyio.run(main, backend=real_backend)
     assert [o.alias_of for o in report.outcomes] == [None, "a", None]
+
+
+class TwoGroups(Toy):
+    """Odd configs first, which are the incumbent's program to `Aliasing`, or else even ones."""
+
+    candidates = tuple(map(Blocks, range(1, 6)))
+
+    def candidate_priority(self, cfg, inv):
+        return (cfg.m % 2, 0)
+
+
+@pytest.mark.anyio
+async def test_an_alias_of_what_works_is_a_success():
+    """A group whose only program is the incumbent's has had its success, and the group below is not tried."""
+    measure = Aliasing()
+    async with Bench(tuner=Tuner(1, 1, measure=measure)).chain as chain:
+        report = (await chain.select(call(), TwoGroups())).report
+    assert [cfg.m for cfg in measure.compiled] == [1]
+    assert [type(o) for o in report.outcomes] == [Measured, Skipped, Measured, Skipped, Measured]
+
+
+@pytest.mark.anyio
+async def test_a_program_that_failed_in_one_group_is_not_compiled_in_the_next():
+    """Equal programs are one, whichever groups they are in."""
+
+    class Mixed(TwoGroups):
+        def candidate_priority(self, cfg, inv):
+            return (0, 0) if cfg.m == 5 else (1, 0)
+
+    measure = Aliasing(run_errors=lambda cfg: ValueError("no"))
+    bench = Bench(tuner=Tuner(1, 1, measure=measure), allow={"allow_heuristics": False})
+    async with bench.chain as chain:
+        with pytest.raises(TuningError) as caught:
+            await chain.select(call(), Mixed())
+    assert [cfg.m for cfg in measure.compiled] == [1, 2]
+    assert [type(o) for o in caught.value.outcomes] == [Failed] * 5
 
 
 # ---------------------------------------------------------------------------------------------

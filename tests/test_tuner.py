@@ -207,6 +207,39 @@ def test_every_candidate_is_let_go_of_in_a_thread(real_backend, error, caplog):
     assert eventually(lambda: len(caplog.records), 0 if error is None else 4)
 
 
+def test_a_group_is_let_go_of_before_the_next_is_compiled(real_backend):
+    """What failed holds no memory that those which are tried instead may need."""
+    order = []
+
+    class Ordered(Clingy):
+        async def compile(self, trial):
+            if trial.cfg == "next":
+                await anyio.to_thread.run_sync(eventually, lambda: len(self.released), 2)
+            order.append((trial.cfg, [cfg for cfg, _ in self.released]))
+            return await super().compile(trial)
+
+    measure = Ordered(run_errors={"broken": ValueError("no"), "too": ValueError("no")})
+    job = job_of("broken", "too", "next", groups=((2, 0), (2, 0), (1, 0)))
+    assert anyio.run(Tuner(measure=measure).tune, job, backend=real_backend).winner == "next"
+    assert [(cfg, sorted(released)) for cfg, released in order] == [
+        ("broken", []),
+        ("too", []),
+        ("next", ["broken", "too"]),
+    ]
+
+
+def test_an_answer_is_not_lost_where_no_thread_can_be_started(real_backend, monkeypatch, caplog):
+    """Letting go is nobody's business any more: it is logged, and the report is there."""
+
+    def refuse(what, work):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("asel.tuner.leave_to_thread", refuse)
+    report = anyio.run(Tuner(measure=Clingy({"a": 0.2, "b": 0.1})).tune, job_of("a", "b"), backend=real_backend)
+    assert report.winner == "b"
+    assert [record.message for record in caplog.records] == ["candidates could not be let go of"]
+
+
 def test_a_tune_that_fails_lets_go_of_everything_too(real_backend):
     """All raise as they are measured: nothing is kept for a report that there is not."""
     measure = Clingy(run_errors=lambda cfg: ValueError("no"))
@@ -270,6 +303,30 @@ async def test_a_failing_candidate_is_one_outcome(stage, incumbent):
     [event] = sink.named("candidate_failed")
     assert (event.index, event.cfg, event.stage) == (1, "bad", stage)
     assert (event.error_type, event.message, event.still_busy) == ("LookupError", "no such tile", False)
+
+
+@pytest.mark.anyio
+async def test_who_lost_to_a_candidate_that_fails_late_is_not_lost():
+    """A rival that was dropped for being slower than what then broke is measured on, and wins."""
+
+    class Flaky(ScriptedMeasure):
+        async def compile(self, trial):
+            sample = await super().compile(trial)
+
+            async def flaky():
+                if trial.cfg.startswith("flaky") and self.sampled.count(trial.cfg) == 3:
+                    raise ValueError("no more")
+                return await sample()
+
+            return flaky
+
+    told = []
+    job = job_of("default", "good", "flaky", "flaky too", incumbent=0, emit=told.append)
+    measure = Flaky({"default": 1.4e-3, "good": 1e-3, "flaky": 0.5e-3, "flaky too": 0.5e-3})
+    report = await Tuner(measure=measure).tune(job)
+    assert "good" in [event.cfg for event in told if event.name == "candidate_eliminated"]
+    assert kinds(report.outcomes) == [Measured, Measured, Failed, Failed]
+    assert (report.winner, report.best.eliminated, len(report.best.samples_s)) == ("good", None, 3)
 
 
 @pytest.mark.anyio
@@ -409,6 +466,16 @@ async def test_a_tune_is_no_longer_than_its_budget(stage):
     assert anyio.current_time() - start == pytest.approx(20.0)
     assert report.winner == "a"
     assert report.outcomes[2] == Skipped("c", "the tune's budget of 4 s was spent")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("strategy", ["race", "exhaustive"])
+async def test_a_spent_budget_and_a_first_candidate_that_fails_end_all_the_same(strategy):
+    """Until something is measured one candidate goes on, whatever the budget says: where it fails, the next."""
+    measure = ScriptedMeasure(0.01, compile_s=1.0, run_errors={"a": ValueError("no")})
+    job = job_of("a", "b", "c", incumbent=0, tune_budget_s=2.5)
+    report = await Tuner(measure=measure, strategy=strategy).tune(job)
+    assert report.winner in ("b", "c")
 
 
 @pytest.mark.anyio
@@ -914,13 +981,3 @@ def test_contract_a_tuner_finds_the_same_with_either(rig, real_backend):
     assert report.winner == "good"
     assert kinds(report.outcomes) == [Measured, Failed, Failed]
     assert [failed.stage for failed in report.outcomes[1:]] == ["compile", "measure"]
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("strategy", ["race", "exhaustive"])
-async def test_a_spent_budget_and_a_first_candidate_that_fails_end_all_the_same(strategy):
-    """Until something is measured one candidate goes on, whatever the budget says: where it fails, the next."""
-    measure = ScriptedMeasure(0.01, compile_s=1.0, run_errors={"a": ValueError("no")})
-    job = job_of("a", "b", "c", incumbent=0, tune_budget_s=2.5)
-    report = await Tuner(measure=measure, strategy=strategy).tune(job)
-    assert report.winner in ("b", "c")
