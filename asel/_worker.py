@@ -53,11 +53,12 @@ def _exactly(stream: BinaryIO, count: int) -> bytearray:
 
 def _answer(candidates: dict[int, Any], command: str, candidate: int, payload: list[bytearray]) -> Any:
     from asel.benchmark import LEAST_SAMPLE_S, Program, Timing
+    from asel.parcels import unpacked
 
     if command == "hello":
         return None
     if command == "lower":
-        candidates[candidate] = Timing(Program(_unpacked(payload)), time.perf_counter, LEAST_SAMPLE_S)
+        candidates[candidate] = Timing(Program(unpacked(payload)), time.perf_counter, LEAST_SAMPLE_S)
         program = candidates[candidate].program
         return program.how, program.fingerprint
     timing = candidates[candidate]
@@ -69,20 +70,6 @@ def _answer(candidates: dict[int, Any], command: str, candidate: int, payload: l
         case "outputs":
             return timing.program.outputs()
     raise ValueError(f"unknown command {command!r}")
-
-
-def _unpacked(payload: list[bytearray]) -> Any:
-    import jax
-
-    from asel.measure import Trial
-    from asel.signatures import is_numeric
-
-    cfg, fn, args, kwargs, objective, settings, (platform, number) = pickle.loads(payload[0], buffers=payload[1:])
-    device = next((d for d in jax.devices(platform) if d.id == number), None) if platform else None
-    leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
-    placed = [jax.device_put(leaf, device) if is_numeric(leaf) else leaf for leaf in leaves]
-    args, kwargs = jax.tree_util.tree_unflatten(structure, placed)
-    return Trial(cfg, fn, args, kwargs, device, objective, settings)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ _NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
     NotImplementedError,
 )
+_NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 logger = logging.getLogger("asel")
 
 
@@ -85,7 +86,9 @@ class Program:
         with settings_held(trial.settings):
             leaves, structure = jax.tree_util.tree_flatten((trial.args, dict(trial.kwargs)))
             dynamic = [_is_array(leaf) for leaf in leaves]
-            arrays = [concrete(leaf, trial.device) for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
+            # Under a mesh a shape of unknown place is JAX's to place, as the caller's own array would be.
+            device = trial.device if trial.settings is None or trial.settings.mesh is None else None
+            arrays = [concrete(leaf, device) for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
 
             def forward(*values: Any) -> Any:
                 given = iter(values)
@@ -147,7 +150,7 @@ def _released(*values: Any) -> Any:
 
 
 class Timing:
-    """Samples of a compiled program.
+    """Samples of a compiled program, or of one run as it is: then each is one run.
 
     The first run is cold, and a sample all the same where it is long enough to be timed at all: a race throws it
     away, or makes do with it where runs are long. Later on, short runs are cold again after those of others: one
@@ -316,12 +319,16 @@ def concrete(leaf: Any, device: Any = None) -> Any:
 
 def _on_real_devices(sharding: Any) -> Any:
     """Return a sharding as it is, or over devices of this process where its mesh is abstract."""
-    mesh = getattr(sharding, "mesh", None)
-    if not isinstance(mesh, jax.sharding.AbstractMesh):
+    if not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         return sharding
+    return jax.sharding.NamedSharding(_real_mesh(sharding.mesh), sharding.spec)
+
+
+def _real_mesh(mesh: Any) -> jax.sharding.Mesh:
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh
     devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
-    real = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-    return jax.sharding.NamedSharding(real, sharding.spec)
+    return jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def abstract(leaf: Any) -> Any:
@@ -345,4 +352,6 @@ def settings_held(settings: Settings | None) -> Iterator[None]:
             stack.enter_context(jax.transfer_guard_host_to_device(settings.guards[0]))
             stack.enter_context(jax.transfer_guard_device_to_device(settings.guards[1]))
             stack.enter_context(jax.transfer_guard_device_to_host(settings.guards[2]))
+            # None too: whoever had the thread before may have set one, and `jax.set_mesh` alone does not end.
+            stack.enter_context(jax.set_mesh(_NO_MESH if settings.mesh is None else _real_mesh(settings.mesh)))
         yield

@@ -27,6 +27,8 @@ class Settings(NamedTuple):
     default_device: Any
     guards: tuple[Any, Any, Any] = (None, None, None)
     """Transfer guards: host to device, device to device, device to host."""
+    mesh: Any = None
+    """What `jax.set_mesh` has set; where it was read while tracing, an abstract one."""
 
 
 def current_settings() -> Settings:
@@ -39,7 +41,20 @@ def current_settings() -> Settings:
         config.jax_transfer_guard_device_to_device,
         config.jax_transfer_guard_device_to_host,
     )
-    return Settings(config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_default_device, guards)
+    precision, device = config.jax_default_matmul_precision, config.jax_default_device
+    return Settings(config.jax_enable_x64, precision, device, guards, _current_mesh())
+
+
+def _current_mesh() -> Any:
+    import jax
+
+    mesh: Any
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # while tracing, only its shape is told
+        mesh = jax.sharding.get_abstract_mesh()
+    # Within `shard_map` each device has its own part, and no mesh can be set.
+    return None if mesh.empty or jax.sharding.AxisType.Manual in mesh.axis_types else mesh
 
 
 def default_device() -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, NamedTuple, cast
 
@@ -173,23 +172,15 @@ async def _in_a_thread(what: str, work: Callable[[], Any]) -> Any:
         limiter = _threads.get()
     except LookupError:
         _threads.set(limiter := anyio.CapacityLimiter(_MOST_THREADS))
-    here = partial(_held, current_settings(), _mesh(), work)
+    here = partial(_held, current_settings(), work)
     async with limiter:
         return await run_in_thread(what, here)
 
 
-def _mesh() -> Any:
-    import jax
-
-    return jax.sharding.get_mesh()
-
-
-def _held(settings: Settings, mesh: Any, work: Callable[[], Any]) -> Any:
-    import jax
-
+def _held(settings: Settings, work: Callable[[], Any]) -> Any:
     from asel.benchmark import settings_held  # JAX is imported when it is first needed
 
-    with settings_held(settings), nullcontext() if mesh.empty else jax.set_mesh(mesh):
+    with settings_held(settings):
         return work()
 
 

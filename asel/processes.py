@@ -11,27 +11,26 @@ import pickle
 import struct
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.abc import Process
 
-from asel.devices import Settings
-from asel.errors import InvalidRequestError
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.threads import run_in_thread
+
+if TYPE_CHECKING:
+    from asel.parcels import Frame
 
 __all__ = ["ProcessMeasure", "WorkerDied"]
 
 _HEADER = struct.Struct("!Q")
 _MOST_WORKERS = 2
 _PIECE = 1 << 20
-
-Frame = bytes | memoryview
-Payload = Sequence[Frame]
 
 
 class WorkerDied(Exception):
@@ -96,11 +95,13 @@ class _Desk:
         self._worker = worker
 
     async def lower(self, trial: Trial[Any]) -> Lowered:
+        from asel.parcels import packed  # JAX is imported when it is first needed
+
         # In a thread: large arguments take their time.
-        payload = await run_in_thread(
-            f"packing {trial.cfg!r}", partial(_packed, trial), grace_s=trial.grace_s, left_behind=trial.left_behind
+        frames = await run_in_thread(
+            f"packing {trial.cfg!r}", partial(packed, trial), grace_s=trial.grace_s, left_behind=trial.left_behind
         )
-        remote = _Remote(self._measure, trial, payload)
+        remote = _Remote(self._measure, trial, frames)
         fingerprint = await remote.lower_in(self._worker)
 
         async def compile() -> Sampler:
@@ -116,16 +117,17 @@ class _Desk:
 class _Remote:
     """A candidate in a worker, as a sampler. Its steps are asked for in its turn."""
 
-    def __init__(self, measure: ProcessMeasure, trial: Trial[Any], payload: Payload) -> None:
+    def __init__(self, measure: ProcessMeasure, trial: Trial[Any], frames: Sequence[Frame]) -> None:
         self._measure = measure
-        self._payload = payload
+        self._frames = frames
         self._worker: _Worker | None = None
         self._next: _Worker | None = None
+        self._is_warm = False
         self.how: How = trial.objective
 
     async def lower_in(self, worker: _Worker) -> str | None:
         self._worker = worker
-        lowered: tuple[How, str | None] = await worker.ask("lower", id(self), self._payload)
+        lowered: tuple[How, str | None] = await worker.ask("lower", id(self), self._frames)
         self.how, fingerprint = lowered
         return fingerprint
 
@@ -145,14 +147,17 @@ class _Remote:
             yield
 
     async def ready(self) -> None:
-        """Be compiled in the worker whose turn it is, again where the last one was lost."""
+        """Be compiled in the worker whose turn it is, again where the last one was lost, and as warm as there."""
         if self._worker is None or not self._worker.alive:
             assert self._next is not None
             await self.lower_in(self._next)
             await self.compile()
+            if self._is_warm:
+                await self()
 
     async def __call__(self) -> float:
         seconds: float = await self._ask("sample")
+        self._is_warm = True
         return seconds
 
     async def outputs(self) -> list[Any]:
@@ -160,7 +165,7 @@ class _Remote:
         return outputs
 
     def release(self) -> None:
-        self._payload = []
+        self._frames = []
         if self._worker is not None:
             self._worker.forget(id(self))
 
@@ -175,7 +180,7 @@ class _Worker:
     def __init__(self, process: Process) -> None:
         self._process = process
         self.turn = anyio.Lock()
-        self._forgotten: list[int] = []
+        self._forgotten: deque[int] = deque()
         self._ended = False
 
     @classmethod
@@ -196,19 +201,19 @@ class _Worker:
         return self.turn.locked() + self.turn.statistics().tasks_waiting
 
     def forget(self, candidate: int) -> None:
-        """Let go of a candidate's executable, with the next thing that is asked."""
+        """Let go of a candidate's executable, with the next thing that is asked. From any thread."""
         self._forgotten.append(candidate)
 
-    async def ask(self, command: str, candidate: int, payload: Payload = ()) -> Any:
+    async def ask(self, command: str, candidate: int, frames: Sequence[Frame] = ()) -> Any:
         """Return what the worker answers.
 
         A wait that is cancelled leaves the worker in the middle of a step, so it is killed.
         """
         if not self.alive:
             raise WorkerDied("the worker process was lost to another candidate")
-        forgotten, self._forgotten = self._forgotten, []
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         try:
-            await self._send([pickle.dumps((command, candidate, forgotten)), *payload])
+            await self._send([pickle.dumps((command, candidate, forgotten)), *frames])
             kind, value = await self._receive()
         except (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError):
             code = await self.end(patience_s=2.0)  # it is ending by itself, and its code tells of what
@@ -256,39 +261,3 @@ class _Worker:
         with anyio.move_on_after(5, shield=True):
             await self._process.aclose()
         return self._process.returncode
-
-
-def _packed(trial: Trial[Any]) -> Payload:
-    """Return a trial as frames that a worker can make it from: a pickle, and its arrays as they lie in memory.
-
-    Raises:
-        InvalidRequestError: the kernel cannot be imported by another process, or the device not shared.
-    """
-    import jax
-    import numpy as np
-
-    if getattr(trial.device, "platform", None) == "tpu":
-        raise InvalidRequestError('isolation="process": one process owns a TPU; use isolation="thread" there')
-
-    def portable(leaf: Any) -> Any:
-        return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
-
-    args, kwargs = jax.tree_util.tree_map(portable, (trial.args, dict(trial.kwargs)))
-    settings = trial.settings and Settings(*trial.settings[:2], None, trial.settings.guards)
-    place = (getattr(trial.device, "platform", None), getattr(trial.device, "id", 0))
-    arrays: list[pickle.PickleBuffer] = []
-    what = (trial.cfg, trial.fn, args, kwargs, trial.objective, settings, place)
-    try:
-        packed = pickle.dumps(what, protocol=5, buffer_callback=arrays.append)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise _not_importable(error) from error
-    if b"__main__" in packed:
-        raise _not_importable("it is defined in __main__, which a worker does not run")
-    return [packed, *(array.raw() for array in arrays)]
-
-
-def _not_importable(why: object) -> InvalidRequestError:
-    return InvalidRequestError(
-        f'isolation="process" needs a kernel and configs that another process can import: {why}. '
-        'Define them at the top level of a module, or use isolation="thread".'
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -79,3 +80,30 @@ def of_tree(tree, *, scale, cfg):
 def of_config(cfg):
     """Return a candidate's function, for a tuner without a chain."""
     return partial(decorated.run, cfg=cfg)
+
+
+@kernel(op_id="spread", configs=["as it lies", "as the mesh says"], heuristic="as it lies")
+def spread(x, y, *, cfg, n=1):
+    """Needs its argument over devices, and for one config the mesh of whoever called."""
+    if cfg == "as the mesh says":
+        x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(None, "x"))
+    return x * y * n
+
+
+_started = False
+
+
+def _start_slowly(_):
+    global _started
+    time.sleep(0.001 if _started else 0.2)
+    _started = True
+    return np.float32(0)
+
+
+def slow_start(x, *, cfg):
+    """Is slow the first time in each process."""
+    return x + jax.pure_callback(_start_slowly, jax.ShapeDtypeStruct((), np.float32), x[0])
+
+
+def slow_start_of(cfg):
+    return partial(slow_start, cfg=cfg)

@@ -59,6 +59,7 @@ ARROW = [
     "checks",
     "meter",
     "jobs",
+    "parcels",
     "processes",
     "_worker",
     "tuner",

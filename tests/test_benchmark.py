@@ -255,6 +255,9 @@ def test_tracers_are_forgotten():
 # The caller's surroundings.
 
 
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+
+
 def x64() -> bool:
     return jax.config.jax_enable_x64
 
@@ -271,6 +274,7 @@ SETTINGS = [
     pytest.param(lambda: jax.enable_x64(True), x64, id="x64"),
     pytest.param(lambda: jax.default_matmul_precision("highest"), matmul_precision, id="matmul precision"),
     pytest.param(lambda: jax.default_device(jax.devices()[0]), default_device, id="default device"),
+    pytest.param(lambda: jax.set_mesh(MESH), jax.sharding.get_abstract_mesh, id="mesh"),
 ]
 
 
@@ -302,6 +306,25 @@ def test_the_callers_settings_hold_in_the_thread(way, entered, read, real_backen
         assert set(seen) == {inside}
 
     anyio.run(main, backend=real_backend)
+
+
+def test_what_a_candidate_leaves_set_is_not_the_next_ones(real_backend):
+    """A mesh set for good in a thread is gone when that thread does its next step, whoever's it is."""
+    seen = []
+
+    def fn(cfg):
+        def run(x):
+            seen.append((cfg, threading.current_thread(), jax.sharding.get_abstract_mesh().axis_names))
+            if cfg == "sets" and float(x[0]):  # which needs its value, so it is run as it is
+                jax.set_mesh(MESH)
+            return x
+
+        return run
+
+    anyio.run(Tuner(1, 2).autotune, fn, (jnp.ones(3),), {}, ["sets", "next"], backend=real_backend)
+    assert {cfg for cfg, _, _ in seen} == {"sets", "next"}
+    assert len({thread for _, thread, _ in seen}) == 1
+    assert {names for _, _, names in seen} == {()}
 
 
 def test_samples_are_taken_with_the_settings_they_were_compiled_with(real_backend):

@@ -14,11 +14,12 @@ import anyio
 import anyio.lowlevel
 import jax.numpy as jnp
 import pytest
-from hostile import Hostile, decorated, of_tree
+from hostile import Hostile, decorated, of_tree, slow_start_of
 from kernels import Bench
 
-from asel import Failed, InvalidRequestError, Invocation, Measured, Tuner, kernel, processes
+from asel import Failed, InvalidRequestError, Invocation, Measured, Tuner, kernel, parcels
 from asel.jobs import TuneJob
+from asel.strategies import Exhaustive
 
 pytestmark = pytest.mark.timeout(90)
 X = jnp.ones(256)
@@ -183,16 +184,6 @@ def test_what_cannot_be_imported_says_so(real_backend, what):
     assert "top level of a module" in failed[0].message
 
 
-def test_a_tpu_is_not_shared(real_backend):
-    """One process owns a TPU, so isolation there is refused before anything is started."""
-    from asel.measure import Trial
-    from asel.processes import _packed
-    from asel.testing import FakeDevice
-
-    with pytest.raises(InvalidRequestError, match="one process owns a TPU"):
-        _packed(Trial("cfg", max, (), {}, device=FakeDevice("TPU v5e", platform="tpu")))
-
-
 def test_a_tuner_alone_leaves_no_worker(real_backend):
     """`autotune` without a chain ends what it started; `async with` keeps it for the next."""
 
@@ -290,15 +281,41 @@ def test_compiling_again_is_a_step_like_any_other(real_backend, monkeypatch, tmp
     assert job.spent_s > 2.0
 
 
+def test_a_candidate_is_as_warm_in_the_next_worker(real_backend):
+    """The first run in a process is not what is measured, also where the process is the second one: it is run once."""
+    job = TuneJob(("a",), slow_start_of, (X,), {})
+
+    class Interrupted(Exhaustive):
+        def plan(self, board):
+            for step in super().plan(board):
+                if board.measured and not scope.cancel_called:
+                    scope.cancel()
+                yield step
+
+    async def main():
+        nonlocal scope
+        tuner = Tuner(isolation="process", strategy=Interrupted())
+        with anyio.CancelScope() as scope:
+            await tuner.tune(job)
+        assert workers() == []
+        assert len(job.board.samples[0]) == 1
+        return await tuner.tune(job)
+
+    scope = None
+    report = anyio.run(main, backend=real_backend)
+    assert len(report.best.samples_s) == 3
+    assert max(report.best.samples_s) < 0.1
+
+
 def test_arguments_are_packed_off_the_loop(real_backend, monkeypatch):
     """Arguments may be large, and take their time to pickle: none of it is the loop's."""
-    threads, packed = [], processes._packed
+    threads, packed = [], parcels.packed
 
     def watched(trial):
         threads.append(threading.current_thread())
         return packed(trial)
 
-    monkeypatch.setattr(processes, "_packed", watched)
+    monkeypatch.setattr(parcels, "packed", watched)
     large = jnp.arange(1 << 12, dtype=jnp.float32)
     report = tune(real_backend, hostile(), large, tuner=Tuner(1, 2, isolation="process", check=True))
     assert report.winner == "fast"

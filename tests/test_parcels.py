@@ -1,0 +1,132 @@
+"""A trial on its way to a worker process: arguments, devices and settings arrive as they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from operator import neg
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from kernels import FakeDevice
+
+from asel import InvalidRequestError
+from asel.devices import Settings, current_settings
+from asel.measure import Trial
+from asel.parcels import _Pickler, packed, unpacked
+
+MESH = Mesh(np.array(jax.devices()[:1]), ("x",))
+SPREAD = NamedSharding(MESH, PartitionSpec("x"))
+
+
+def sent(*args, **facts) -> Trial:
+    """Return a trial as a worker has it: whatever it shares with ours went through bytes."""
+    return unpacked([bytes(frame) for frame in packed(Trial("cfg", neg, args, {}, **facts))])
+
+
+ARRAYS = {
+    "numbers": lambda: jnp.arange(6.0).reshape(2, 3),
+    "bfloat16": lambda: jnp.ones(3, jnp.bfloat16),
+    "float8": lambda: jnp.ones(3, jnp.float8_e4m3fn),
+    "complex": lambda: jnp.ones(3, jnp.complex64),
+    "bool": lambda: jnp.array([True, False]),
+    "nothing": lambda: jnp.zeros((0, 3)),
+    "a scalar": lambda: jnp.float32(2.5),
+    "a weak number": lambda: jnp.asarray(2.5),
+    "a weak integer": lambda: jnp.asarray(2),
+    "committed": lambda: jax.device_put(jnp.ones(3), jax.devices()[0]),
+    "committed and weak": lambda: jax.device_put(jnp.asarray(2.5), jax.devices()[0]),
+    "spread": lambda: jax.device_put(jnp.ones(3), SPREAD),
+    "a key": lambda: jax.random.key(3),
+    "keys": lambda: jax.random.split(jax.random.key(3, impl="rbg"), 4),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_arrives_as_it_was(name):
+    """Values, type, and where it lies: a program compiled for it there is the program compiled for it here."""
+    array = ARRAYS[name]()
+    [got] = sent(array).args
+    assert jax.typeof(got) == jax.typeof(array)
+    assert (got.committed, got.sharding) == (array.committed, array.sharding)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        assert jax.random.key_impl(got) == jax.random.key_impl(array)
+        got, array = jax.random.key_data(got), jax.random.key_data(array)
+    np.testing.assert_array_equal(got, array)
+
+
+def test_what_is_no_array_of_jax_is_left_alone():
+    """Numpy's arrays stay numpy's, as they do in a thread; shapes keep their sharding; the rest is constant."""
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=SPREAD)
+    numbers, tree = np.ones(3), {"n": 1, "name": "x", "none": None}
+    got = sent(numbers, shape, tree).args
+    assert isinstance(got[0], np.ndarray)
+    assert got[1:] == (shape, tree)
+
+
+def test_the_callers_settings_arrive():
+    """With their devices: the default one, and those of the mesh."""
+    with jax.default_device(jax.devices()[0]), jax.set_mesh(MESH), jax.enable_x64(True):
+        settings = current_settings()
+    trial = sent(1, settings=settings, device=jax.devices()[0], objective="forward+backward")
+    assert trial.settings == settings == Settings(True, None, jax.devices()[0], settings.guards, MESH)
+    assert (trial.device, trial.objective, trial.cfg, trial.fn) == (jax.devices()[0], "forward+backward", "cfg", neg)
+
+
+def test_a_device_that_a_worker_does_not_have_is_named(monkeypatch):
+    """It sees fewer devices where they were made by other means than the environment: the error says so."""
+    frames = packed(Trial("cfg", neg, (1,), {}, device=jax.devices()[0]))
+    monkeypatch.setattr(
+        _Pickler, "persistent_id", lambda self, one: ("cpu", 7) if isinstance(one, jax.Device) else None
+    )
+    with pytest.raises(InvalidRequestError, match=r"no device cpu:7, only \d.*XLA_FLAGS"):
+        unpacked(packed(Trial("cfg", neg, (1,), {}, device=jax.devices()[0])))
+    assert unpacked(frames).device == jax.devices()[0]
+
+
+def test_a_tpu_is_not_shared():
+    """One process owns it, so the other way is named."""
+    with pytest.raises(InvalidRequestError, match='use isolation="thread"'):
+        packed(Trial("cfg", neg, (), {}, device=FakeDevice("TPU v5e", platform="tpu")))
+
+
+_SPREAD = """
+import sys; sys.path.insert(0, sys.argv[1])
+import anyio, jax, jax.numpy as jnp
+from hostile import spread
+from asel import ConfigSelectorChain, Invocation, Tuner
+from asel.testing import RecordingSink
+
+async def main(isolation):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.ones((4, 4)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    inv = Invocation("spread", (x, jnp.float32(2)), {})
+    sink = RecordingSink()
+    async with ConfigSelectorChain(tuner=Tuner(1, 1, isolation=isolation, check=True), sinks=(sink,)) as chain:
+        with jax.set_mesh(mesh):
+            await chain.choose(inv, spread)
+            @jax.jit
+            def traced(x, y):
+                return spread(x, y, cfg=chain.choose_nowait(Invocation("spread", (x, y), {"n": 2}), spread), n=2)
+            traced(*inv.args)
+        await chain.settled()
+    print(isolation, [event.cfg for event in sink.named("candidate_measured")])
+    print([event.message for event in sink.named("candidate_failed")], file=sys.stderr)
+
+for isolation, backend in (("thread", "asyncio"), ("process", "trio"), ("thread", "trio"), ("process", "asyncio")):
+    anyio.run(main, isolation, backend=backend)
+"""
+
+
+def test_arguments_over_devices_and_the_callers_mesh_are_the_candidates():
+    """In threads and in processes, asked for in a trace or not: a candidate has what the call has."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", _SPREAD, str(Path(__file__).parent)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    lines = [line.partition(" ")[2] for line in ran.stdout.splitlines()]
+    assert lines == [str(["as it lies", "as the mesh says"] * 2)] * 4, ran.stdout + ran.stderr
