@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 from asel.answers import Selection, Tier
 from asel.devices import Settings
 from asel.errors import NoConfigError
+from asel.events import Answer, Event
+from asel.fanout import FanOut
 from asel.keys import KeyMemo, Resolved
 from asel.policy import AutotunePolicy, objective_of
 
-__all__ = ["Asked", "Call", "asking"]
+__all__ = ["Asked", "Call", "asking", "tell"]
 
 
 class Asked(NamedTuple):
@@ -110,3 +112,12 @@ class Call:
             key=key,
             declined=self.declined,
         )
+
+
+def tell(events: FanOut, kind: type[Event], call: Call, **facts: Any) -> None:
+    """Emit an event about a call, where anybody wants its kind."""
+    if events.wants(kind):
+        now = events.now()
+        if issubclass(kind, Answer):
+            facts |= call.account(now)
+        events(kind(key=call.key, start=call.start, end=now, **facts))

@@ -1,70 +1,42 @@
-"""`ConfigSelectorChain`: walks the tiers, owns the task group, tells what happened."""
+"""`ConfigSelectorChain`: what can be asked of it, the fast lane to its last answers, its life from open to closed."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self
+from typing import Any, Generic, Self
 
 import anyio
 from anyio.abc import TaskGroup
 
 from asel.adapters import as_tuner
 from asel.answers import Explanation, Selection, Statistics, Tier
-from asel.backlog import Backlog
-from asel.cache import ConfigCache, Done, Hit, Miss, Pending, overlaid
-from asel.calls import Call, asking
-from asel.devices import current_settings, environment
-from asel.errors import InvalidRequestError, NoConfigError, SelectorClosedError, StoreError, TuningError
-from asel.events import (
-    Answer,
-    Autotuned,
-    CacheHit,
-    CallerLeft,
-    Closed,
-    Event,
-    EventStream,
-    Heuristics,
-    LateTune,
-    NoAnswer,
-    OutOfRange,
-    OverlayHit,
-    Override,
-    PendingJoin,
-    Sink,
-    Stale,
-)
-from asel.explaining import explain, why_memory_declines
+from asel.cache import ConfigCache
+from asel.calls import Call
+from asel.errors import InvalidRequestError
+from asel.events import Closed, Event, EventStream, Sink
+from asel.explaining import explain
 from asel.fanout import FanOut
-from asel.jobs import TuneJob, timings_in
 from asel.keeper import Keeper
-from asel.kernel import Cfg, Invocation, Kernel, Out, bind, example_inputs_of
-from asel.keys import CacheKey, KeyMemo, Resolved
+from asel.kernel import Cfg, Invocation, Kernel, Out
+from asel.keys import KeyMemo, Resolved
 from asel.loop import LoopHandle
-from asel.memo import Memo
-from asel.outcomes import Measured
-from asel.persistence import Sought, as_persistence
-from asel.policy import (
-    AutotunePolicy,
-    effective_policy,
-    objective_of,
-    tuning_switched_off,
-)
+from asel.misses import Misses, Standing
+from asel.persistence import as_persistence
+from asel.policy import AutotunePolicy, effective_policy, objective_of
 from asel.reading import Reading
-from asel.registry import record_invocation
 from asel.scopes import any_scope_here
 from asel.telemetry import default_sinks, gathered
 from asel.telemetry.aside import Aside
 from asel.threads import run_in_thread
+from asel.tiers import Tiers
 from asel.tuner import Tuner
-from asel.tuning import Tune, Tuning, inside_a_tune
-from asel.withdrawal import Fault, Withdrawal, barred
+from asel.tuning import Tuning
+from asel.withdrawal import Fault, Withdrawal
 
 __all__ = ["ConfigSelectorChain"]
-
-_FROZEN = "the chain is frozen"
 
 
 class ConfigSelectorChain(Generic[Cfg, Out]):
@@ -96,8 +68,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self.tuner = Tuner() if tuner is None else tuner
         self.persistent = persistent
         self.persist_autotune = persist_autotune
-        self.forbid_reautotune = forbid_reautotune
-        self.close_grace_s = _checked_seconds("close_grace_s", close_grace_s)
+        self._standing = Standing(forbid_reautotune, _checked_seconds("close_grace_s", close_grace_s))
         self._policy = _checked_policy(AutotunePolicy() if policy is None else policy)
         self._keys = KeyMemo()
         given = gathered(default_sinks() if sinks is None else sinks)
@@ -113,13 +84,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         keeper = self._keeper if persist_autotune else None
         self._tuning: Tuning[Cfg] = Tuning(self.cache, as_tuner(self.tuner), keeper, self._events)
         self._withdrawal = Withdrawal(self.cache, self._keeper, self._events, stores=persist_autotune)
-        self._backlog = Backlog(self._catch_up)
-        self._seen_outside: Memo[bool] = Memo(65_536)
+        self._misses = Misses(self._standing, self.cache, self._tuning, self._reading, self._events)
+        self._tiers = Tiers(self._standing, self._keys, self.cache, self._reading, self._misses, self._events)
         self._loop: LoopHandle | None = None
         self._tasks: TaskGroup | None = None
         self._helpers = AsyncExitStack()
-        self._closed = False
-        self._frozen = False
         self._cut_short = 0
 
     @property
@@ -130,6 +99,24 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     @policy.setter
     def policy(self, policy: AutotunePolicy) -> None:
         self._policy = _checked_policy(policy)
+
+    @property
+    def forbid_reautotune(self) -> bool:
+        """Whether a key that was tuned and then removed is tuned again only by `retune`."""
+        return self._standing.forbid_reautotune
+
+    @forbid_reautotune.setter
+    def forbid_reautotune(self, forbid: bool) -> None:
+        self._standing.forbid_reautotune = forbid
+
+    @property
+    def close_grace_s(self) -> float:
+        """How long a step, a save or a sink has to end once the chain closes."""
+        return self._standing.close_grace_s
+
+    @close_grace_s.setter
+    def close_grace_s(self, seconds: float) -> None:
+        self._standing.close_grace_s = _checked_seconds("close_grace_s", seconds)
 
     # ---------------------------------------------------------------------------------------
     # Asking.
@@ -163,16 +150,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if self._tasks is None:  # not bound to a loop, so each caller may bring another
             self._bind_loop()
             call.start = self._events.now()
-        with self._asking(call):
-            return (
-                self._override(call)
-                or self._overlay(call)
-                or self._memory(call)
-                or await self._persistent(call)
-                or await self._autotune(call)
-                or self._heuristics(call)
-                or self._error(call)
-            )
+        return await self._tiers.walk(call)
 
     def choose_nowait(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Return the config `inv` should run with, from what is known at this moment.
@@ -187,15 +165,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         known = self._keys.resolve(inv, kernel)
         if (lane := self._lane(inv, known, start)) is not None:
             return lane[2]  # type: ignore[no-any-return]
-        call = self._call(inv, kernel, known)
-        return (
-            self._override(call)
-            or self._overlay(call)
-            or self._memory(call)
-            or self._later(call)
-            or self._heuristics(call)
-            or self._error(call)
-        ).cfg
+        return self._tiers.walk_nowait(self._call(inv, kernel, known)).cfg
 
     def _lane(self, inv: Any, known: Resolved[Any], start: float) -> tuple[int, Any, Any] | None:
         """Return the memory tier's last answer to this signature if it still stands.
@@ -210,7 +180,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             or lane[1] is not self._policy
             or inv.override_cfg is not None
             or any_scope_here()
-            or self._closed
+            or self._standing.closed
         ):
             return None
         if cache.max_entries is not None:
@@ -221,255 +191,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     def _call(self, inv: Any, kernel: Any, known: Resolved[Any] | None = None) -> Call:
         known = known or self._keys.resolve(inv, kernel)
-        self._refuse_if_closed(known.key)
+        self._standing.refuse_if_closed(known.key)
         return Call(inv, kernel, known, effective_policy(self._policy, self), self._events.now())
-
-    def _refuse_if_closed(self, key: CacheKey) -> None:
-        if self._closed:
-            raise SelectorClosedError(f"the chain is closed, so nobody is there to answer for {key.op_id!r}")
-
-    # ---------------------------------------------------------------------------------------
-    # The tiers.
-
-    def _override(self, call: Call) -> Selection[Cfg] | None:
-        if call.inv.override_cfg is None:
-            return call.decline("override", "no override")
-        self._emit(Override, call, cfg=call.inv.override_cfg)
-        return call.answer("override", call.inv.override_cfg)
-
-    def _overlay(self, call: Call) -> Selection[Cfg] | None:
-        cfg = overlaid(call.key)
-        if cfg is None:
-            return call.decline("overlay", "no overlay has the key")
-        self._emit(OverlayHit, call, cfg=cfg)
-        return call.answer("overlay", cfg)
-
-    def _memory(self, call: Call) -> Selection[Cfg] | None:
-        generation = self.cache.generation  # read first: a change after it closes the lane again
-        found = self.cache.lookup(call.key, call.checksum)
-        if isinstance(found, Hit) and found.provenance.foreign and call.policy.match_environment == "exact":
-            return call.decline("memory", "memory has what was measured with other software")
-        if isinstance(found, Hit):
-            if not any_scope_here():
-                call.known.lane = (generation, call.policy, found.cfg)
-            for asked_before in ("memory", "persistent"):  # as after a store read, when memory is asked again
-                call.declined.pop(asked_before, None)
-            self._emit(CacheHit, call, level="memory", cfg=found.cfg)
-            return call.answer("memory", found.cfg, found.provenance.report)
-        if isinstance(found, Miss):
-            for checksum, done in found.stale:
-                self._emit(Stale, call, cfg=done.cfg, checksum=checksum, expected=call.checksum)
-        self._tell_outside(call)
-        return call.decline("memory", why_memory_declines(found))
-
-    async def _persistent(self, call: Call) -> Selection[Cfg] | None:
-        if self._reading is None:
-            return call.decline("persistent", "there is no store")
-        if isinstance(self.cache.peek(call.key, call.checksum), Pending):
-            return call.decline("persistent", "store missed, or a tune would not be pending")
-        try:
-            with self._patience(call):
-                stored = await self._reading.load(self._sought(call))
-                if stored is None:
-                    return call.decline("persistent", "store missed")
-                self._emit(CacheHit, call, level="persistent", cfg=stored.cfg)
-                return call.answer("persistent", stored.cfg, stored.report)
-        except StoreError as error:
-            return call.decline("persistent", f"store failed: {error}")
-        self._read_later(call)
-        return call.decline("persistent", f"no answer within wait_s={call.policy.wait_s:g}")
-
-    async def _autotune(self, call: Call) -> Selection[Cfg] | None:
-        if self._reading is not None:
-            # The store was awaited since memory was asked: a tune may have ended, or the chain.
-            if (answer := self._memory(call)) is not None:
-                return answer
-            self._refuse_if_closed(call.key)
-        if call.known.traced or inside_a_tune():
-            # Nothing is measured with tracers; and a tune that waits for a tune may wait for itself.
-            return self._later(call)
-        if (why := self._why_not_tune(call)) is not None:
-            return call.decline("autotune", self._flag_if_late(call, why))
-        policy, background = call.policy, call.policy.cache_miss_fallback == "background"
-        try:
-            with self._patience(call):
-                done = await self._tune(call, background=background)
-                if done is not None:
-                    return self._found(call, done)
-                why = "tuning in the background" if background else 'a tune is pending, and on_pending="heuristics"'
-                return call.decline("autotune", why)
-        except TuningError as error:
-            if not policy.allow_heuristics:
-                raise
-            return call.decline("autotune", f"the tune failed: {error}")
-        return call.decline("autotune", f"no answer within wait_s={policy.wait_s:g}")
-
-    def _found(self, call: Call, done: Done[Cfg]) -> Selection[Cfg]:
-        """Answer with what a tune found, or with the record of another process's."""
-        if done.provenance.source == "autotune":
-            self._emit(Autotuned, call, cfg=done.cfg)
-            return call.answer("autotune", done.cfg, done.provenance.report)
-        call.declined.pop("persistent", None)
-        self._emit(CacheHit, call, level="persistent", cfg=done.cfg)
-        return call.answer("persistent", done.cfg, done.provenance.report)
-
-    def _heuristics(self, call: Call) -> Selection[Cfg] | None:
-        if not call.policy.allow_heuristics:
-            return call.decline("heuristics", "heuristics are off")
-        if call.known.heuristic is None:
-            return call.decline("heuristics", call.known.no_heuristic)
-        self._emit(Heuristics, call, cfg=call.known.heuristic)
-        return call.answer("heuristics", call.known.heuristic)
-
-    def _error(self, call: Call) -> NoReturn:
-        self._emit(NoAnswer, call, reason="no_config")
-        raise call.no_config()
-
-    # ---------------------------------------------------------------------------------------
-    # Behind the autotune tier.
-
-    def _why_not_tune(self, call: Call, *, on_purpose: bool = False) -> str | None:
-        """Say why the autotune tier declines, or None where it may join a tune or begin one."""
-        policy = call.policy
-        if not policy.allow_autotune:
-            return "autotuning is off"
-        if tuning_switched_off():
-            return "ASEL_AUTOTUNE is off in the environment"
-        if policy.cache_miss_fallback == "heuristics" and not on_purpose:
-            return 'skipped, since cache_miss_fallback="heuristics"'
-        if call.known.traced:
-            return "the arguments are being traced, and nothing is measured with tracers"
-        if isinstance(self.cache.peek(call.key, call.checksum), Pending):
-            return None
-        return self._why_not_begin(call, on_purpose)
-
-    def _why_not_begin(self, call: Call, on_purpose: bool) -> str | None:
-        """Say why a tune that is not in flight must not begin."""
-        key, checksum = call.key, call.checksum
-        if call.known.no_candidates:
-            return call.known.no_candidates
-        if not on_purpose:
-            if call.policy.cache_miss_fallback == "background" and not self._tuning.owns_tunes:
-                return "background tuning needs the chain's `async with`"
-            if (failed := self._tuning.failure(key, checksum)) is not None:
-                return f"the last tune failed ({failed[1]}) and is tried again in {failed[0]:.0f} s"
-            if self.forbid_reautotune and self.cache.was_cleared(key) and self._tuning.has_tuned(key, checksum):
-                return "tuned before and then removed; use retune to tune it again, or forbid_reautotune=False"
-        return _FROZEN if self._frozen else None
-
-    def _flag_if_late(self, call: Call, why: str) -> str:
-        if why is _FROZEN:  # nothing else stood in the way
-            self._emit(LateTune, call)
-        return why
-
-    async def _tune(self, call: Call, *, background: bool = False, on_purpose: bool = False) -> Done[Cfg] | None:
-        """Return what a tune of this call's key found; None where the caller need not wait for it."""
-        while True:
-            tune, begun = self._begin(call, background=background, on_purpose=on_purpose)
-            call.meet(tune.id, begun)
-            if background or (not begun and not on_purpose and call.policy.on_pending == "heuristics"):
-                return None
-            if not begun:
-                self._emit(PendingJoin, call, tune_id=tune.id, waiters=tune.waiters + 1)
-            if call.waiting_since is None:
-                call.waiting_since = self._events.now()
-            leaves = not on_purpose and call.policy.on_pending == "heuristics"
-            try:
-                return await self._tuning.wait(tune, lambda: leaves and tune.elsewhere)  # noqa: B023
-            except SelectorClosedError:
-                if self._closed or self._tuning.is_ours(tune):
-                    raise
-                # It was another chain's, over the same cache. Its closing is not ours: begin anew.
-
-    @contextmanager
-    def _patience(self, call: Call) -> Iterator[None]:
-        """Wait inside the block no longer than the caller allows, over all that it waits for."""
-        if call.policy.wait_s is None:
-            yield
-            return
-        left = call.start + call.policy.wait_s - self._events.now()
-        with anyio.move_on_after(max(0.0, left)):
-            yield
-
-    def _begin(self, call: Call, *, background: bool = False, on_purpose: bool = False) -> tuple[Tune[Cfg], bool]:
-        make_job = partial(self._job, call, on_purpose)
-        return self._tuning.begin(
-            self._sought(call), make_job, call.policy, background=background, on_purpose=on_purpose
-        )
-
-    def _sought(self, call: Call) -> Sought[Cfg]:
-        known, exact = call.known, call.policy.match_environment == "exact"
-        return Sought(call.key, call.checksum, environment(known.device), exact, known.candidates)
-
-    def _timings(self, call: Call) -> dict[int, Measured[Cfg]]:
-        software = environment(call.known.device)
-        return timings_in(self.cache.reports(call.key), call.known.candidates, call.objective, software)
-
-    def _job(self, call: Call, on_purpose: bool) -> TuneJob[Cfg]:
-        known, inv, policy = call.known, call.inv, call.policy
-        return TuneJob(
-            candidates=known.candidates,
-            make_fn=partial(bind, call.kernel, inv, known.platform),
-            args=tuple(inv.args),
-            kwargs=dict(inv.kwargs),
-            example=example_inputs_of(call.kernel, inv),
-            key=call.key,
-            checksum=call.checksum,
-            objective=call.objective,
-            incumbent=known.incumbent,
-            groups=known.groups,
-            known={} if on_purpose else self._timings(call),
-            outcomes=dict(barred(known, self.cache)),
-            device=known.device,
-            settings=call.settings or current_settings(),
-            tune_budget_s=policy.tune_budget_s,
-            candidate_timeout_s=policy.candidate_timeout_s,
-            grace_s=lambda: self.close_grace_s if self._closed else 0.0,
-            emit=self._events,
-        )
-
-    def _later(self, call: Call) -> Selection[Cfg] | None:
-        """Decline for the tiers that would have to wait, and have the loop catch up on them."""
-        call.declined.setdefault("persistent", "not asked, since this call cannot wait")
-        if call.known.traced:
-            untraced = call.without_tracers(self._keys)
-            if not untraced.known.traced:  # a closure may still hold a tracer, which must not outlive its trace
-                record_invocation(*call.key, call.kernel, untraced.inv.args, untraced.inv.kwargs)
-            return call.decline("autotune", self._queue(untraced))
-        return call.decline("autotune", self._queue(call))
-
-    def _queue(self, call: Call) -> str:
-        """Have the loop tune this key, and say so; or say why not."""
-        if (why := self._why_not_tune(call)) is not None:
-            self._read_later(call)
-            return self._flag_if_late(call, why)
-        if isinstance(self.cache.peek(call.key, call.checksum), Pending):
-            return "a tune is pending, and this call cannot wait"
-        if not self._backlog.add(call):
-            return "this call cannot wait, and background tuning needs the chain's `async with`"
-        return "queued for the background, since this call cannot wait"
-
-    def _read_later(self, call: Call) -> None:
-        """Have the loop read the store for the next call, where this one could not wait for it."""
-        if (
-            self._reading is not None
-            and not call.known.traced
-            and not self._reading.has_just_missed(self._sought(call))
-        ):
-            self._backlog.add(call)
-
-    async def _catch_up(self, call: Call) -> None:
-        """Do for a queued call what the persistent and autotune tiers would have done."""
-        asking.set(None)  # the call has its answer; what is done here is done for the next one
-        try:
-            if self._reading is not None and await self._reading.load(self._sought(call)) is not None:
-                return
-        except StoreError:
-            pass  # told by an event already; the tune can do without
-        except SelectorClosedError:
-            return
-        if isinstance(self.cache.peek(call.key, call.checksum), Miss) and self._why_not_tune(call) is None:
-            self._begin(call, background=True)
 
     # ---------------------------------------------------------------------------------------
     # What else can be asked.
@@ -477,7 +200,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     async def explain(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Explanation[Cfg]:
         """Tell what every tier would say to this call, changing nothing and emitting nothing."""
         call = self._call(inv, kernel)
-        return await explain(call, self._sought(call), self.cache, self._keeper, self._why_not_tune(call))
+        return await explain(call, self._misses.sought(call), self.cache, self._keeper, self._misses.why_not_tune(call))
 
     async def retune(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Measure again, on purpose, and replace what is known; until then the old config answers.
@@ -489,17 +212,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         call = self._call(inv, kernel)
         if self._tasks is None:
             self._bind_loop()
-        why = self._why_not_tune(call, on_purpose=True)
-        if why is None and inside_a_tune():
-            why = "asked from inside a tune, which must not wait for another"
-        if why is not None:
-            call.decline("autotune", why)
-            raise call.no_config()
-        with self._asking(call):
-            done = await self._tune(call, on_purpose=True)
-            assert done is not None
-            self._emit(Autotuned, call, cfg=done.cfg)
-        return done.cfg
+        return await self._tiers.retune(call)
 
     async def withdraw(
         self, inv: Any, kernel: Any, cfg: Cfg, error: Exception, *, tier: Tier = "memory", instead: Cfg | None = None
@@ -513,7 +226,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if self._tasks is None:
             self._bind_loop()
         call = Call(inv, kernel, self.resolve(inv, kernel), self.policy, self._events.now())
-        fault = Fault(self._sought(call), cfg, error, tier, instead, call.start)
+        fault = Fault(self._misses.sought(call), cfg, error, tier, instead, call.start)
         return await self._withdrawal.withdraw(fault, self._tasks)
 
     def resolve(self, inv: Any, kernel: Any) -> Resolved[Cfg]:
@@ -523,18 +236,18 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def statistics(self) -> Statistics:
         """Return what this chain is doing at the moment; may be called from any thread."""
         return Statistics.of(
-            ((tune.job.key.op_id, tune.waiters) for tune in self._tuning.in_flight), self._backlog.size
+            ((tune.job.key.op_id, tune.waiters) for tune in self._tuning.in_flight), self._misses.backlog.size
         )
 
     async def settled(self) -> None:
         """Return once every tune this chain has in flight or in its queue has ended."""
-        while not (self._backlog.is_empty and self._tuning.is_idle):
-            await self._backlog.until_empty()
+        while not (self._misses.backlog.is_empty and self._tuning.is_idle):
+            await self._misses.backlog.until_empty()
             await self._tuning.settled()
 
     def freeze(self) -> None:
         """Begin no tune from here on; a call that would have begun one emits `late_tune`."""
-        self._frozen = True
+        self._standing.frozen = True
 
     @asynccontextmanager
     async def events(self, buffer: int = 4096) -> AsyncIterator[EventStream]:
@@ -562,7 +275,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if self._tasks is not None:
             raise InvalidRequestError("this chain is open already; share the object instead of entering it again")
         self._bind_loop()
-        self._closed = False
+        self._standing.closed = False
         async with AsyncExitStack() as stack:
             for helper in (self.tuner, self.persistent):
                 if hasattr(helper, "__aenter__"):
@@ -572,7 +285,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         await self._tasks.__aenter__()
         self._tuning.open(self._tasks)
         assert self._loop is not None
-        self._backlog.open(self._loop)
+        self._misses.backlog.open(self._loop)
         self._cut_short = 0
         self._tasks.start_soon(self._serve_backlog, self._tasks)
         if self._keeper is not None:
@@ -581,7 +294,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     async def _serve_backlog(self, tasks: TaskGroup) -> None:
         try:
-            await self._backlog.serve(tasks)
+            await self._misses.backlog.serve(tasks)
         finally:
             # Cancelled, by `__aexit__` or from outside while the body is still shielded: either way the
             # task group takes no more tunes.
@@ -589,8 +302,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     def _stop(self) -> None:
         """Refuse new calls, and end every wait with SelectorClosedError."""
-        self._closed = True
-        self._backlog.close()
+        self._standing.closed = True
+        self._misses.backlog.close()
         if self._reading is not None:
             self._reading.close()
         self._cut_short += self._tuning.close(self.close_grace_s)
@@ -641,47 +354,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             self._tuning.shift_clock(loop.now() - self._loop.now())  # trio's clocks start anywhere
         self._loop = loop
         self._events.bind(loop)
-
-    # ---------------------------------------------------------------------------------------
-    # Telling.
-
-    def _emit(self, kind: type[Event], call: Call, **facts: Any) -> None:
-        if self._events.wants(kind):
-            now = self._events.now()
-            if issubclass(kind, Answer):
-                facts |= call.account(now)
-            self._events(kind(key=call.key, start=call.start, end=now, **facts))
-
-    @contextmanager
-    def _asking(self, call: Call) -> Iterator[None]:
-        """Let telemetry know whose call it is, and tell of one that ends without an answer."""
-        before = asking.get()
-        asking.set(call.asked())
-        try:
-            yield
-        except NoConfigError:
-            raise  # told by the error tier
-        except TuningError:
-            self._emit(NoAnswer, call, reason="tune_failed")
-            raise
-        except BaseException as error:
-            self._emit(CallerLeft, call, reason=_why_left(error))
-            raise
-        finally:
-            asking.set(before)  # not by token: a coroutine that nobody awaits ends in another context
-
-    def _tell_outside(self, call: Call) -> None:
-        """Tell once for each key that its shape lies outside the kernel's declared buckets."""
-        if call.known.outside and self._seen_outside.get(call.key) is None:
-            self._seen_outside.put(call.key, True)
-            for dimension, size, low, high in call.known.outside:
-                self._emit(OutOfRange, call, dimension=dimension, size=size, low=low, high=high)
-
-
-def _why_left(error: BaseException) -> str:
-    if isinstance(error, SelectorClosedError):
-        return "closed"
-    return type(error).__name__ if isinstance(error, Exception) else "cancelled"
 
 
 def _checked_policy(policy: Any) -> AutotunePolicy:

@@ -608,7 +608,7 @@ async def test_a_chain_that_closes_meanwhile_costs_nobody_a_result():
     class Closes(Picky):
         def run(self, x, *, cfg):
             if cfg.m == 2:
-                bench.chain._closed = True
+                bench.chain._standing.closed = True
             return super().run(x, cfg=cfg)
 
     async with bench.chain as chain:
@@ -686,7 +686,7 @@ def test_a_caller_cancelled_while_a_thread_works_leaves_it_and_harms_nothing(ste
         assert memory_of(bench) == [Blocks(3)]
         assert not bench.sink.named("winner_failed")
         opened.set()
-        bench.chain._closed = False
+        bench.chain._standing.closed = False
         assert await Executor(bench.chain)(op, X) == "ran 2"
 
     anyio.run(main, backend=real_backend)

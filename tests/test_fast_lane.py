@@ -91,7 +91,7 @@ def test_a_hit_takes_the_lane():
         chain = ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False), sinks=())
         chain.cache.put(*KEYS[8].key, Blocks(5))
         await chain.choose(call(8), KERNEL)
-        chain._walk = chain._call = None  # whoever walks now, falls
+        chain._tiers = chain._call = None  # whoever walks now, falls
         assert await chain.choose(call(8), KERNEL) == Blocks(5)
         assert chain.choose_nowait(call(8), KERNEL) == Blocks(5)
 
