@@ -38,12 +38,12 @@ logger = logging.getLogger("asel")
 class Tuner(Generic[Cfg]):
     """Times candidates with a `Measure`, by default JAX's.
 
-    `iters` is the least number of samples a finalist gets, `warmup` those that are thrown away
-    first. `strategy` is `"race"`, `"exhaustive"` or an object with a `plan` method. With `check`, a
-    candidate whose outputs differ from the incumbent's cannot win: True, an `OutputCheck`, or a
-    function of both outputs. With `isolation="process"`, candidates run in worker processes that are
-    killed when one hangs or dies; they are kept while a chain that uses the tuner is open, or the
-    tuner itself is, with `async with`.
+    `iters` is the least number of samples a finalist gets, `warmup` those that are thrown away first;
+    with none, the first run counts, which is cold. `strategy` is `"race"`, `"exhaustive"` or an object
+    with a `plan` method. With `check`, a candidate whose outputs differ from the incumbent's cannot
+    win: True, an `OutputCheck`, or a function of both outputs. With `isolation="process"`, candidates
+    run in worker processes that are killed when one hangs or dies; they are kept while a chain that
+    uses the tuner is open, or the tuner itself is, with `async with`.
     """
 
     def __init__(
