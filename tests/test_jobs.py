@@ -272,7 +272,7 @@ async def test_timings_of_another_environment_are_not_reused(monkeypatch):
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
         bench.measure.compiled.clear()
-        monkeypatch.setattr("asel.selection.environment", lambda device: {"jax": "another"})
+        monkeypatch.setattr("asel.misses.environment", lambda device: {"jax": "another"})
         await chain.choose(call(), Wider())
     assert len(bench.measure.compiled) == 4
 
