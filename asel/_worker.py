@@ -6,8 +6,10 @@ import os
 import pickle
 import struct
 import sys
+import threading
 import time
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 _HEADER = struct.Struct("!Q")
 
@@ -16,19 +18,84 @@ def main() -> None:
     """Answer requests one by one. What a kernel prints goes to the error stream, not between our answers."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     requests = os.fdopen(0, "rb", buffering=0)
     sys.path[:] = [*sys.argv[1:], *(path for path in sys.path if path not in sys.argv[1:])]
-    candidates: dict[int, Any] = {}
+    worker = _Worker()
     while (request := _read(requests)) is not None:
-        command, candidate, forgotten = pickle.loads(request[0])
-        for old in forgotten:
-            candidates.pop(old, None)
         try:
-            answer = ("ok", _answer(candidates, command, candidate, request[1:]))
+            answer = ("ok", worker.answer(pickle.loads(request[0]), request[1:]))
         except Exception as error:  # a candidate's failure is an answer like any other
-            answer = ("error", (type(error).__name__, str(error)))
+            answer = ("error", (type(error).__name__, _text_of(error)))
         message = pickle.dumps(answer)
         answers.write(_HEADER.pack(len(message)) + message)
+
+
+def _end_with(program: int) -> None:
+    """End when the program has, also in the middle of a step: nobody reads the end of the input then."""
+    while os.getppid() == program:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+class _Worker:
+    """The candidates that were sent, and the arguments they share."""
+
+    def __init__(self) -> None:
+        self._candidates: dict[int, _Candidate] = {}
+        self._parcels: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+    def answer(self, request: tuple[str, int, int, int, list[int]], payload: list[bytearray]) -> Any:
+        command, candidate, parcel, frames, forgotten = request
+        for old in forgotten:
+            self._candidates.pop(old, None)
+        if command == "hello":
+            return None
+        if command == "lower":
+            arguments = self._arguments(parcel, payload[frames:])
+            self._candidates[candidate] = _Candidate(arguments)
+            return self._candidates[candidate].lower(payload[:frames])
+        timing = self._candidates[candidate].timing
+        match command:
+            case "compile":
+                return timing.program.compile()
+            case "sample":
+                return timing.sample()
+            case "outputs":
+                return timing.program.outputs()
+        raise ValueError(f"unknown command {command!r}")
+
+    def _arguments(self, parcel: int, sent: list[bytearray]) -> Any:
+        """Return what is kept for as long as one of its candidates is, or has just been sent."""
+        if not sent:
+            return self._parcels[parcel]
+        from asel.parcels import unpack_arguments
+
+        arguments = self._parcels[parcel] = unpack_arguments(sent)
+        return arguments
+
+
+class _Candidate:
+    """Keeps the arguments for as long as it is kept, whatever became of it."""
+
+    def __init__(self, arguments: Any) -> None:
+        self._arguments = arguments
+        self.timing: Any = None
+
+    def lower(self, frames: list[bytearray]) -> tuple[str, str | None]:
+        from asel.benchmark import LEAST_SAMPLE_S, Program, Timing
+        from asel.parcels import unpack_candidate
+
+        program = Program(unpack_candidate(frames, self._arguments))
+        self.timing = Timing(program, time.perf_counter, LEAST_SAMPLE_S)
+        return program.how, program.fingerprint
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as why:  # it is the candidate's own class
+        return f"(its message raised {type(why).__name__})"
 
 
 def _read(stream: BinaryIO) -> list[bytearray] | None:
@@ -49,27 +116,6 @@ def _exactly(stream: BinaryIO, count: int) -> bytearray:
             raise EOFError
         data += chunk
     return data
-
-
-def _answer(candidates: dict[int, Any], command: str, candidate: int, payload: list[bytearray]) -> Any:
-    from asel.benchmark import LEAST_SAMPLE_S, Program, Timing
-    from asel.parcels import unpacked
-
-    if command == "hello":
-        return None
-    if command == "lower":
-        candidates[candidate] = Timing(Program(unpacked(payload)), time.perf_counter, LEAST_SAMPLE_S)
-        program = candidates[candidate].program
-        return program.how, program.fingerprint
-    timing = candidates[candidate]
-    match command:
-        case "compile":
-            return timing.program.compile()
-        case "sample":
-            return timing.sample()
-        case "outputs":
-            return timing.program.outputs()
-    raise ValueError(f"unknown command {command!r}")
 
 
 if __name__ == "__main__":

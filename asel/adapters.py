@@ -9,11 +9,11 @@ from typing import Any, Generic, Protocol
 
 import anyio
 
-from asel.devices import environment
+from asel.devices import environment, with_settings
 from asel.errors import InvalidRequestError, TuningError
 from asel.jobs import TuneJob
 from asel.kernel import Cfg
-from asel.lanes import lane_for
+from asel.lanes import alone_on
 from asel.outcomes import TuneReport
 from asel.threads import run_in_thread
 
@@ -38,12 +38,12 @@ class _OnlyAutotune(Generic[Cfg]):
         left = tuple(cfg for i, cfg in enumerate(job.candidates) if i not in job.outcomes)
         given = (partial(_tagged, job), job.args, dict(job.kwargs), left)
         winner = None
-        async with lane_for(job.device).held(job.left_behind):
+        async with alone_on(job.devices, job.left_behind):
             with anyio.move_on_after(job.tune_budget_s) as budget:
                 if inspect.iscoroutinefunction(self._tuner.autotune):
                     winner = await self._tuner.autotune(*given)
                 else:
-                    work = partial(_with_settings, job, partial(self._tuner.autotune, *given))
+                    work = partial(with_settings, job.settings, partial(self._tuner.autotune, *given))
                     winner = await run_in_thread("autotune", work, grace_s=job.grace_s, left_behind=job.left_behind)
         if winner is None:
             found = f"in {job.tune_budget_s:g} s" if budget.cancelled_caught else "at all"
@@ -69,13 +69,6 @@ def _tagged(job: TuneJob[Any], cfg: Any) -> Callable[..., Any]:
 
     tagged._ejk_validate_backward = job.objective == "forward+backward"  # type: ignore[attr-defined]
     return tagged
-
-
-def _with_settings(job: TuneJob[Any], work: Callable[[], Any]) -> Any:
-    from asel.benchmark import settings_held  # JAX is imported when it is first needed
-
-    with settings_held(job.settings):
-        return work()
 
 
 def as_tuner(tuner: Any) -> Tunes[Any]:

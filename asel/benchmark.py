@@ -8,8 +8,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -19,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from asel.canonical import aval_form
-from asel.devices import Settings
+from asel.devices import real_mesh, settings_held
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.signatures import is_numeric
 from asel.threads import run_in_thread
 
-__all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete", "settings_held"]
+__all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete"]
 
 # A sample this long is far above the timer's noise and the cost of dispatching one run.
 LEAST_SAMPLE_S = 200e-6
@@ -33,15 +32,6 @@ _BATCHES = 3
 # A batch as long as this needs no others beside it, and no cold run before it.
 _SHORT_S = 2e-3
 _BREATH_S = 100e-6
-# What JAX raises when a function needs the values of what it is traced with.
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    NotImplementedError,
-)
-_NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 logger = logging.getLogger("asel")
 
 
@@ -68,7 +58,7 @@ class JaxMeasure:
             await step(f"compiling {trial.cfg!r}", program.compile)
             return _InThread(trial, Timing(program, self._timer, self._least_sample_s))
 
-        return Lowered(program.fingerprint, compile)
+        return Lowered(program.fingerprint, compile, program.release)
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
         return await (await self.lower(trial)).compile()
@@ -84,18 +74,21 @@ class Program:
     def __init__(self, trial: Trial[Any]) -> None:
         self._trial = trial
         with settings_held(trial.settings):
+            fn = trial.fn
             leaves, structure = jax.tree_util.tree_flatten((trial.args, dict(trial.kwargs)))
             dynamic = [_is_array(leaf) for leaf in leaves]
-            # Under a mesh a shape of unknown place is JAX's to place, as the caller's own array would be.
-            device = trial.device if trial.settings is None or trial.settings.mesh is None else None
-            arrays = [concrete(leaf, device) for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
+            if (arrays := trial.shared.get("arrays")) is None:
+                # Under a mesh a shape of unknown place is JAX's to place, as the caller's own array would be.
+                device = trial.device if trial.settings is None or trial.settings.mesh is None else None
+                arrays = [concrete(leaf, device) for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
+                trial.shared["arrays"] = arrays
 
             def forward(*values: Any) -> Any:
                 given = iter(values)
                 merged = [next(given) if is_array else leaf for leaf, is_array in zip(leaves, dynamic, strict=True)]
                 args, kwargs = jax.tree_util.tree_unflatten(structure, merged)
                 _breathe()
-                outputs = trial.fn(*args, **kwargs)
+                outputs = fn(*args, **kwargs)
                 _breathe()
                 return outputs
 
@@ -135,7 +128,7 @@ class Program:
                 outputs = self._executable(*self._arrays)
             else:
                 outputs = jax.jit(self._forward)(*self._arrays)
-            return [np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(outputs)]
+            return [_on_host(leaf) for leaf in jax.tree_util.tree_leaves(outputs)]
 
     def release(self) -> None:
         """Let go of the executable, and with the function of all that JAX keeps for it."""
@@ -200,8 +193,9 @@ class Timing:
 @functools.cache
 def dispatch_overhead_s() -> float:
     """Return what it costs to run a compiled program that does nothing, and to wait for it."""
-    nothing = jax.jit(lambda x: x).lower(jnp.zeros(())).compile()
-    zero, taken = jnp.zeros(()), []
+    with jax.transfer_guard("allow"):  # a guard is on what the caller's programs do
+        zero, taken = jnp.zeros(()), []
+    nothing = jax.jit(lambda x: x).lower(zero).compile()
     for _ in range(20):
         start = time.perf_counter()
         jax.block_until_ready(nothing(zero))  # type: ignore[no-untyped-call]
@@ -230,9 +224,16 @@ class _InThread:
         self._timing.program.release()
 
 
+def _on_host(leaf: Any) -> Any:
+    with jax.transfer_guard("allow"):  # it is us who want it there
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
 def _copies(arrays: list[Any]) -> list[Any]:
     """Return copies to run un-jitted with: a kernel's own jit may donate its inputs, and they are the caller's."""
-    return jax.block_until_ready([jnp.copy(array) for array in arrays])  # type: ignore[no-untyped-call, no-any-return]
+    with jax.transfer_guard("allow"):
+        return jax.block_until_ready([jnp.copy(array) for array in arrays])  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tuple[How, Any]:
@@ -246,8 +247,11 @@ def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tu
             logger.debug("not differentiated: %s", error)
     try:
         return "forward", _lowered(forward, arrays)
-    except _NEEDS_VALUES:
-        jax.block_until_ready(forward(*_copies(arrays)))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        try:
+            jax.block_until_ready(forward(*_copies(arrays)))  # type: ignore[no-untyped-call]
+        except Exception:
+            raise error from None  # it does not run at all
         return "eager", None
 
 
@@ -269,9 +273,13 @@ def _breathe() -> None:
 
 
 def _fingerprint(how: How, lowered: Any) -> str | None:
-    text = re.sub(r"module @\S+", "module @_", lowered.as_text(), count=1)
+    text = lowered.as_text()
     if "callback" in text:  # a call to the host is in the text by number, and what it calls is not
         return None
+    # Functions are named after what was jitted: two programs are the same whatever their parts are called.
+    defined = re.findall(r"(?:^module|func\.func private) (@[\w.$-]+)", text)
+    names = {name: f"@{number}" for number, name in enumerate(defined)}
+    text = re.sub(r"@[\w.$-]+", lambda found: names.get(found[0], found[0]), text)
     return hashlib.sha256(f"{how}\n{text}".encode()).hexdigest()
 
 
@@ -308,27 +316,21 @@ def concrete(leaf: Any, device: Any = None) -> Any:
     leaf = abstract(leaf)
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    if leaf.weak_type:  # only Python's own numbers are weak
-        number = {"f": 0.0, "c": 0j}.get(np.dtype(leaf.dtype).kind, 0)
-        zeros = jnp.broadcast_to(jnp.asarray(number), leaf.shape)
-    else:
-        zeros = jnp.zeros(leaf.shape, leaf.dtype)
-    place = device if leaf.sharding is None else _on_real_devices(leaf.sharding)
-    return zeros if place is None else jax.device_put(zeros, place)
+    with jax.transfer_guard("allow"):  # a guard is on what the caller's programs do
+        if leaf.weak_type:  # only Python's own numbers are weak
+            number = {"f": 0.0, "c": 0j}.get(np.dtype(leaf.dtype).kind, 0)
+            zeros = jnp.broadcast_to(jnp.asarray(number), leaf.shape)
+        else:
+            zeros = jnp.zeros(leaf.shape, leaf.dtype)
+        place = device if leaf.sharding is None else _on_real_devices(leaf.sharding)
+        return zeros if place is None else jax.device_put(zeros, place)
 
 
 def _on_real_devices(sharding: Any) -> Any:
     """Return a sharding as it is, or over devices of this process where its mesh is abstract."""
     if not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         return sharding
-    return jax.sharding.NamedSharding(_real_mesh(sharding.mesh), sharding.spec)
-
-
-def _real_mesh(mesh: Any) -> jax.sharding.Mesh:
-    if isinstance(mesh, jax.sharding.Mesh):
-        return mesh
-    devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
-    return jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    return jax.sharding.NamedSharding(real_mesh(sharding.mesh), sharding.spec)
 
 
 def abstract(leaf: Any) -> Any:
@@ -339,19 +341,3 @@ def abstract(leaf: Any) -> Any:
     sharding = aval.sharding if aval_form(aval)[3] else None
     weak_type = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def settings_held(settings: Settings | None) -> Iterator[None]:
-    """Hold a caller's JAX settings in the current thread."""
-    with ExitStack() as stack:
-        if settings is not None:
-            stack.enter_context(jax.enable_x64(settings.x64))
-            stack.enter_context(jax.default_matmul_precision(settings.matmul_precision))
-            stack.enter_context(jax.default_device(settings.default_device))
-            stack.enter_context(jax.transfer_guard_host_to_device(settings.guards[0]))
-            stack.enter_context(jax.transfer_guard_device_to_device(settings.guards[1]))
-            stack.enter_context(jax.transfer_guard_device_to_host(settings.guards[2]))
-            # None too: whoever had the thread before may have set one, and `jax.set_mesh` alone does not end.
-            stack.enter_context(jax.set_mesh(_NO_MESH if settings.mesh is None else _real_mesh(settings.mesh)))
-        yield

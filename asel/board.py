@@ -85,10 +85,10 @@ class Board:
         self._has_changed()
 
     def make_do(self) -> None:
-        """End here: long warm-ups count for those that have not come further."""
-        for index in self.alive:
-            if self.is_long(index):
-                self._make_do(index)
+        """End here: long warm-ups count for those that have not come further, and any where nobody has."""
+        warm = [index for index in self.alive if self.warmups.get(index)]
+        for index in [index for index in warm if self.measured == [] or self.is_long(index)]:
+            self._make_do(index)
         self._has_changed()
 
     def _make_do(self, index: int) -> None:
@@ -108,7 +108,9 @@ class Board:
             self.candidates.remove(index)
         self.samples.pop(index, None)
         for loser in [loser for loser, best in self._lost_to.items() if best == index]:
-            del self.dropped[loser], self._lost_to[loser]
+            if self.dropped.pop(loser) == 0:
+                del self.samples[loser]  # which was but its warm-up
+            del self._lost_to[loser]
         self._has_changed()
 
     def enter(self, candidates: Sequence[int]) -> None:

@@ -31,16 +31,28 @@ class OutputCheck:
         if len(expected) != len(actual):
             return f"{len(actual)} outputs in the place of {len(expected)}"
         for number, (wanted, got) in enumerate(zip(expected, actual, strict=True)):
-            wide = np.complex128 if np.iscomplexobj(wanted) or np.iscomplexobj(got) else np.float64
             if wanted.shape != got.shape:
                 return f"output {number} has shape {got.shape} in the place of {wanted.shape}"
-            if not np.allclose(got.astype(wide), wanted.astype(wide), self.rtol, self.atol, equal_nan=True):
-                with np.errstate(invalid="ignore"):
-                    difference = np.abs(wanted.astype(wide) - got.astype(wide))
-                if np.array_equal(np.isnan(wanted.astype(wide)), np.isnan(got.astype(wide))):
-                    return f"output {number} differs by up to {np.nanmax(difference):.3g}"
-                return f"output {number} is nan where the other is not"
-        return None
+        pairs = zip(expected, actual, strict=True)
+        differing = [(*found, number) for number, pair in enumerate(pairs) if (found := self._difference(*pair))]
+        if not differing:
+            return None
+        is_nan, largest, number = max(differing)
+        if not is_nan:
+            return f"output {number} differs by up to {largest:.3g}"
+        elsewhere = f", and differs by up to {largest:.3g} elsewhere" if largest else ""
+        return f"output {number} is nan where the other is not{elsewhere}"
+
+    def _difference(self, wanted: Any, got: Any) -> tuple[bool, float] | None:
+        """Return whether one side alone is nan somewhere, and the largest difference; None where they are close."""
+        wide = np.complex128 if np.iscomplexobj(wanted) or np.iscomplexobj(got) else np.float64
+        wanted, got = wanted.astype(wide), got.astype(wide)
+        if np.allclose(got, wanted, self.rtol, self.atol, equal_nan=True):
+            return None
+        with np.errstate(invalid="ignore"):
+            difference = np.abs(wanted - got)
+        is_nan = not np.array_equal(np.isnan(wanted), np.isnan(got))
+        return is_nan, float(np.nanmax(difference, initial=0.0))
 
 
 def as_check(check: Any) -> Check | None:

@@ -7,10 +7,24 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Settings", "current_settings", "default_device", "device_fingerprint", "environment", "platform_of"]
+__all__ = [
+    "Settings",
+    "current_settings",
+    "default_device",
+    "device_fingerprint",
+    "environment",
+    "platform_of",
+    "real_mesh",
+    "settings_held",
+    "with_settings",
+]
+
+T = TypeVar("T")
 
 # The vector extensions that change which block sizes win, widest first within a family.
 _VECTOR_FEATURES = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "avx", "sse4_2", "sve2", "sve", "asimd", "neon")
@@ -55,6 +69,43 @@ def _current_mesh() -> Any:
         mesh = jax.sharding.get_abstract_mesh()
     # Within `shard_map` each device has its own part, and no mesh can be set.
     return None if mesh.empty or jax.sharding.AxisType.Manual in mesh.axis_types else mesh
+
+
+def real_mesh(mesh: Any) -> Any:
+    """Return a mesh over devices of this process: itself, or one of an abstract mesh's form."""
+    import jax
+    import numpy as np
+
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh
+    devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    return jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+@contextmanager
+def settings_held(settings: Settings | None) -> Iterator[None]:
+    """Hold a caller's settings in the current thread."""
+    import jax
+    import numpy as np
+
+    with ExitStack() as stack:
+        if settings is not None:
+            stack.enter_context(jax.enable_x64(settings.x64))
+            stack.enter_context(jax.default_matmul_precision(settings.matmul_precision))
+            stack.enter_context(jax.default_device(settings.default_device))
+            stack.enter_context(jax.transfer_guard_host_to_device(settings.guards[0]))
+            stack.enter_context(jax.transfer_guard_device_to_device(settings.guards[1]))
+            stack.enter_context(jax.transfer_guard_device_to_host(settings.guards[2]))
+            # None too: whoever had the thread before may have set one, and `jax.set_mesh` alone does not end.
+            no_mesh = jax.sharding.Mesh(np.empty((), dtype=object), ())
+            stack.enter_context(jax.set_mesh(no_mesh if settings.mesh is None else real_mesh(settings.mesh)))
+        yield
+
+
+def with_settings(settings: Settings | None, work: Callable[[], T]) -> T:
+    """Return what `work` returns, done with a caller's settings."""
+    with settings_held(settings):
+        return work()
 
 
 def default_device() -> Any:

@@ -107,6 +107,11 @@ def whereabouts(inv: Any) -> tuple[Any, bool]:
     return device, traced
 
 
+def devices_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> set[Any]:
+    """Return all the devices that arguments live on."""
+    return {device for leaf in _leaves((*args, *kwargs.values())) for device in _devices(leaf)}
+
+
 def _devices(leaf: Any) -> Iterable[Any]:
     import jax
 

@@ -12,7 +12,7 @@ import anyio
 from anyio.lowlevel import RunVar
 
 from asel.answers import Selection
-from asel.devices import Settings, current_settings
+from asel.devices import current_settings, with_settings
 from asel.kernel import Cfg, Invocation, Kernel, Out, bind
 from asel.keys import Resolved, alike
 from asel.memo import Memo
@@ -172,16 +172,9 @@ async def _in_a_thread(what: str, work: Callable[[], Any]) -> Any:
         limiter = _threads.get()
     except LookupError:
         _threads.set(limiter := anyio.CapacityLimiter(_MOST_THREADS))
-    here = partial(_held, current_settings(), work)
+    here = partial(with_settings, current_settings(), work)
     async with limiter:
         return await run_in_thread(what, here)
-
-
-def _held(settings: Settings, work: Callable[[], Any]) -> Any:
-    from asel.benchmark import settings_held  # JAX is imported when it is first needed
-
-    with settings_held(settings):
-        return work()
 
 
 def _was_donated(inv: Any) -> bool:

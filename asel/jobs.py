@@ -12,6 +12,7 @@ import anyio
 from asel.board import Board, level
 from asel.checks import Check, OutputMismatch
 from asel.devices import Settings, environment
+from asel.encoding import devices_of
 from asel.errors import InvalidRequestError, TuningError
 from asel.events import CandidateFailed, CandidateMeasured, CandidateSkipped, Event, Interval
 from asel.kernel import Cfg
@@ -61,21 +62,26 @@ class TuneJob(Generic[Cfg]):
     """What is settled: failures and skips as they happen, measurements at the end."""
     runners: dict[int, Runner] = field(default_factory=dict)
     """The candidates that are compiled and can be sampled."""
-    out: list[Runner] = field(default_factory=list)
-    """Those that are to be let go of: they failed, had no time to be sampled, or are reported on."""
+    out: list[Any] = field(default_factory=list)
+    """What is to be let go of: programs that failed, had no time to be sampled, are another's, or are reported on."""
     programs: dict[str, int] = field(default_factory=dict)
     """The first candidate of each program."""
     aliases: dict[int, int] = field(default_factory=dict)
     """The candidates whose program is another's."""
     board: Board | None = None
+    checked: set[int] = field(default_factory=set)
+    """The candidates that compute what they should, where outputs are checked."""
     expected: list[Any] | None = None
     """The outputs that every candidate's are compared with, where outputs are checked."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What a measure makes once for all candidates."""
     steps: dict[tuple[int, str], Interval] = field(default_factory=dict)
     """When each candidate was compiled, and when it was measured: from its first sample to its last."""
     meter: Meter = field(default_factory=Meter)
     seconds: float = 0.0
     report: TuneReport[Cfg] | None = None
     left_behind: list[Busy] = field(default_factory=list)
+    _devices: set[Any] | None = None
 
     def tell(self, kind: type[Event], index: int, start: float, **facts: Any) -> None:
         """Emit an event about a candidate."""
@@ -90,6 +96,11 @@ class TuneJob(Generic[Cfg]):
     def times(self, index: int) -> dict[str, Interval | None]:
         return {"compiled": self.steps.get((index, "compile")), "measured": self.steps.get((index, "measure"))}
 
+    def alias(self, index: int, first: int, start: float) -> None:
+        """Note that a candidate's program is another's."""
+        self.aliases[index] = first
+        self.tell(CandidateSkipped, index, start, reason=f"its program is that of {self.candidates[first]!r}")
+
     def skip(self, index: int, reason: str) -> None:
         self.tell(CandidateSkipped, index, anyio.current_time(), reason=reason)
         self.outcomes[index] = Skipped(self.candidates[index], reason)
@@ -99,7 +110,7 @@ class TuneJob(Generic[Cfg]):
         if not isinstance(error, Exception):
             error = RuntimeError(f"{type(error).__name__}: {error}")
         busy = any(thread.alive for thread in left_behind)
-        message = str(error)
+        message = _text_of(error)
         if isinstance(error, TimeoutError) and not message:
             message = f"took longer than {self.candidate_timeout_s:g} s" + (
                 "; its thread is still busy" if busy else ""
@@ -125,9 +136,35 @@ class TuneJob(Generic[Cfg]):
         elif (wrong := check(self.expected, outputs)) is not None:
             raise OutputMismatch(wrong)
 
+    def trial(self, index: int) -> Trial[Cfg]:
+        """Return a candidate to be compiled."""
+        return Trial(
+            self.candidates[index],
+            None,
+            self.args,
+            self.kwargs,
+            self.device,
+            self.objective,
+            self.settings,
+            make_fn=self.make_fn,
+            grace_s=self.grace_s,
+            shared=self.shared,
+        )
+
+    def let_out(self, index: int) -> None:
+        """Have done with a compiled candidate."""
+        self.out.append(self.runners.pop(index).sampler)
+
     def runs(self, index: int) -> bool:
         """Tell whether a candidate's program can be sampled, be it compiled as another's."""
         return self.aliases.get(index, index) in self.runners
+
+    @property
+    def devices(self) -> set[Any]:
+        """Where the candidates run."""
+        if self._devices is None:
+            self._devices = devices_of(self.args, self.kwargs) or {self.device}
+        return self._devices
 
     @property
     def reused(self) -> list[int]:
@@ -164,6 +201,7 @@ class Runner:
     sampler: Sampler
     started: float
     compile_s: float
+    measure_s: float = 0.0
 
     @property
     def how(self) -> How:
@@ -186,8 +224,10 @@ def groups_of(job: TuneJob[Any]) -> list[list[int]]:
     for index in range(len(job.candidates)):
         if index not in wanted and index not in job.outcomes:
             job.skip(index, "the kernel gives it a negative priority")
-    wanted = [i for i in wanted if i not in job.reused]
-    levels = sorted({ranks[i][0] for i in wanted if i != job.incumbent}, reverse=True) or [0]
+    reused = job.reused
+    wanted = [i for i in wanted if i not in reused]
+    least = max((ranks[i][0] for i in reused), default=0)  # a success of then ends it as one of today does
+    levels = sorted({ranks[i][0] for i in wanted if i != job.incumbent and ranks[i][0] >= least}, reverse=True) or [0]
     groups = [[i for i in wanted if ranks[i][0] == level and i != job.incumbent] for level in levels]
     groups = [sorted(group, key=lambda i: -ranks[i][1]) for group in groups]
     if job.incumbent is not None:
@@ -227,6 +267,7 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
                 runner.compile_s,
                 how=runner.how,
                 eliminated=board.dropped.get(index),
+                measure_s=runner.measure_s,
             )
             facts = {"median_s": board.median(index), "compile_s": runner.compile_s, "samples": len(samples)}
             if (measured := job.steps.get((index, "measure"))) is not None:
@@ -285,6 +326,7 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
             median_s=earlier.median_s * ratio,
             samples_s=tuple(board.samples[index]),
             compile_s=0.0,
+            measure_s=0.0,
             alias_of=None,
             reused=True,
         )
@@ -310,12 +352,25 @@ def _settle_alias(job: TuneJob[Cfg], index: int, first: int) -> None:
     cfg, original = job.candidates[index], job.outcomes.get(first)
     if isinstance(original, Measured):
         job.outcomes[index] = Measured(
-            cfg, original.median_s, original.samples_s, 0.0, how=original.how, alias_of=original.cfg
+            cfg,
+            original.median_s,
+            original.samples_s,
+            0.0,
+            how=original.how,
+            eliminated=original.eliminated,
+            alias_of=original.cfg,
         )
     elif isinstance(original, Failed):
         job.outcomes[index] = Failed(cfg, original.stage, original.error_type, original.message, original.error)
     else:
-        job.skip(index, f"its program is that of {job.candidates[first]!r}, which was not measured")
+        job.outcomes[index] = Skipped(cfg, f"its program is that of {job.candidates[first]!r}, which was not measured")
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as why:  # it is the candidate's own class
+        return f"(its message raised {type(why).__name__})"
 
 
 def _all_failed(job: TuneJob[Any], outcomes: Sequence[Outcome[Any]]) -> TuningError:

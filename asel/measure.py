@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol
 
 from asel.devices import Settings
@@ -20,46 +20,79 @@ How = Literal["forward+backward", "forward", "eager"]
 class Sampler(Protocol):
     """Runs the candidate, alone on its device, and returns the seconds one run took.
 
-    May also have `how`, where that is not the trial's objective; `turn()`, an async context manager
-    around each step, in which to wait for what others hold: that wait is not timed; `ready()`, awaited
-    before each sample as a step of its own; `outputs()`, what a run returns, on the host; and
-    `release()`, called in a thread once the tune is over.
+    May also have `how`, where that is not the trial's objective; `turn(charge)`, an async context manager
+    around each step, in which to wait for what others hold: that wait is not timed, and what is done in it
+    for this tune alone is paid within `charge()`; `ready()`, the steps to be awaited one by one before each
+    sample; `outputs()`, what a run returns, on the host; and `release()`, called in a thread once the tune
+    is over.
     """
 
     def __call__(self) -> Awaitable[float]: ...
 
 
-@dataclass(slots=True)
 class Trial(Generic[Cfg]):
     """One candidate on its way through a measure."""
 
-    cfg: Cfg
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    device: Any = None
-    objective: Objective = "forward"
-    settings: Settings | None = None
-    # How long a cancelled step waits for its thread: zero, except while a chain is closing.
-    grace_s: Callable[[], float] = lambda: 0.0
-    # Threads that had to be left behind, each still at its step when it was.
-    left_behind: list[Busy] = field(default_factory=list)
+    def __init__(
+        self,
+        cfg: Cfg,
+        fn: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        device: Any = None,
+        objective: Objective = "forward",
+        settings: Settings | None = None,
+        *,
+        make_fn: Callable[[Cfg], Callable[..., Any]] | None = None,
+        grace_s: Callable[[], float] = lambda: 0.0,
+        shared: dict[str, Any] | None = None,
+    ) -> None:
+        self.cfg = cfg
+        self.args = args
+        self.kwargs = kwargs
+        self.device = device
+        self.objective: Objective = objective
+        self.settings = settings
+        # How long a cancelled step waits for its thread: zero, except while a chain is closing.
+        self.grace_s = grace_s
+        # Threads that had to be left behind, each still at its step when it was.
+        self.left_behind: list[Busy] = []
+        # A place for what a measure makes once for all candidates of a tune.
+        self.shared: dict[str, Any] = {} if shared is None else shared
+        # Where it would have broken, if it has before it can be sampled.
+        self.stage: Literal["build", "compile"] = "compile"
+        self._fn = fn
+        self._make_fn = make_fn
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """What is to be timed, built when first asked for: that is the candidate's own code, and may take its time."""
+        if self._fn is None:
+            assert self._make_fn is not None
+            self.stage = "build"
+            self._fn = self._make_fn(self.cfg)
+            self.stage = "compile"
+        return self._fn
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A candidate's program before it is compiled. Equal fingerprints are equal programs."""
+    """A candidate's program before it is compiled. Equal fingerprints are equal programs.
+
+    `release` lets go of one that is not to be compiled.
+    """
 
     fingerprint: str | None
     compile: Callable[[], Awaitable[Sampler]]
+    release: Callable[[], None] = lambda: None
 
 
 class Measure(Protocol):
     """Makes a candidate ready to be timed. Whatever it raises is that candidate's outcome.
 
     May also have `lower(trial)`, returning a `Lowered`, so that equal programs are compiled once;
-    `turn()`, an async context manager that waits, untimed, and gives the measure to compile with; and
-    `aclose()`, when no more is to come.
+    `turn(charge)`, an async context manager that waits as a sampler's does, and gives the measure to
+    compile with; and `aclose()`, when no more is to come.
     """
 
     async def compile(self, trial: Trial[Any]) -> Sampler: ...

@@ -34,11 +34,8 @@ class Measured(Generic[Cfg]):
     """The round after which it was out of the race, 0 for its warm-up; None for a finalist."""
     reused: bool = False
     """Measured by an earlier tune of the same key; the incumbent's new timing puts it in today's terms."""
-
-    @property
-    def measure_s(self) -> float:
-        """The seconds its samples took together."""
-        return sum(self.samples_s)
+    measure_s: float = 0.0
+    """The seconds it was measured for, with warm-ups, and with all runs of those that are repeated in a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +170,8 @@ def _against(report: TuneReport[Any]) -> str:
         return "without an incumbent"
     if report.incumbent == report.winner:
         return f"as the incumbent, ties within {report.noise:.1%}"
+    if not any(isinstance(o, Measured) and o.cfg == report.incumbent for o in report.outcomes):
+        return f"over {report.incumbent}, which was not measured"
     return f"by {report.margin:.1%} over {report.incumbent}, noise {report.noise:.1%}"
 
 

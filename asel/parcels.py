@@ -1,43 +1,66 @@
-"""A trial as frames of bytes: what a worker process needs to make it again, its arrays as they lie in memory."""
+"""What a worker process needs to make a trial again, as frames of bytes: the arguments once, and each candidate."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from asel.benchmark import abstract
 from asel.errors import InvalidRequestError
 from asel.measure import Trial
 
-__all__ = ["Frame", "packed", "unpacked"]
+__all__ = ["Arguments", "Frame", "pack_arguments", "pack_candidate", "unpack_arguments", "unpack_candidate"]
 
 Frame = bytes | bytearray | memoryview
 
 
-class _Array(NamedTuple):
-    values: np.ndarray[Any, Any]
-    sharding: Any
-    """Where it is committed to; None: wherever JAX puts it."""
-    key_impl: Any
-    """What its random keys are for; None: it has numbers."""
-    weak: bool
+class Arguments:
+    """A call's arguments on this process' devices, and what is made of them once for all candidates."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.shared: dict[str, Any] = {}
 
 
-def packed(trial: Trial[Any]) -> Sequence[Frame]:
-    """Return a trial as frames.
+def pack_arguments(trial: Trial[Any]) -> list[Frame]:
+    """Return a trial's arguments as frames: arrays as they lie in memory, beside one for all the rest."""
+    with jax.transfer_guard("allow"):  # a guard is on what the caller's programs do
+        args, kwargs = jax.tree_util.tree_map(_portable, (trial.args, dict(trial.kwargs)))
+    return _packed((args, kwargs, trial.settings))
+
+
+def unpack_arguments(frames: Sequence[Frame]) -> Arguments:
+    args, kwargs, settings = _unpacked(frames)
+    with jax.enable_x64(bool(settings and settings.x64)):
+        args, kwargs = jax.tree_util.tree_map(_placed, (args, kwargs), is_leaf=lambda one: isinstance(one, _Array))
+    return Arguments(args, kwargs)
+
+
+def pack_candidate(trial: Trial[Any]) -> list[Frame]:
+    """Return the rest of a trial as frames.
 
     Raises:
         InvalidRequestError: the kernel cannot be imported by another process, or the device not shared.
     """
     if getattr(trial.device, "platform", None) == "tpu":
         raise InvalidRequestError('isolation="process": one process owns a TPU; use isolation="thread" there')
-    args, kwargs = jax.tree_util.tree_map(_portable, (trial.args, dict(trial.kwargs)))
-    what = (trial.cfg, trial.fn, args, kwargs, trial.device, trial.objective, trial.settings)
+    return _packed((trial.cfg, trial.fn, trial.device, trial.objective, trial.settings))
+
+
+def unpack_candidate(frames: Sequence[Frame], arguments: Arguments) -> Trial[Any]:
+    """Return a trial whose arguments have come before."""
+    cfg, fn, device, objective, settings = _unpacked(frames)
+    return Trial(cfg, fn, arguments.args, arguments.kwargs, device, objective, settings, shared=arguments.shared)
+
+
+def _packed(what: Any) -> list[Frame]:
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     try:
@@ -49,12 +72,8 @@ def packed(trial: Trial[Any]) -> Sequence[Frame]:
     return [first, *(buffer.raw() for buffer in buffers)]
 
 
-def unpacked(frames: Sequence[Frame]) -> Trial[Any]:
-    """Return the trial, on this process' devices."""
-    what = _Unpickler(io.BytesIO(frames[0]), buffers=frames[1:]).load()
-    cfg, fn, args, kwargs, device, objective, settings = what
-    args, kwargs = jax.tree_util.tree_map(_placed, (args, kwargs), is_leaf=lambda one: isinstance(one, _Array))
-    return Trial(cfg, fn, args, kwargs, device, objective, settings)
+def _unpacked(frames: Sequence[Frame]) -> Any:
+    return _Unpickler(io.BytesIO(frames[0]), buffers=frames[1:]).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -75,24 +94,36 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
+class _Array(NamedTuple):
+    values: np.ndarray[Any, Any]
+    sharding: Any
+    committed: bool
+    weak: bool = False
+    key_impl: Any = None
+    """What its random keys are for; None: it has numbers."""
+
+
 def _portable(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+    leaf = abstract(leaf)
+    if not isinstance(leaf, jax.Array):
         return leaf
-    sharding = leaf.sharding if leaf.committed else None
+    place = (leaf.sharding, leaf.committed)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _Array(np.asarray(jax.random.key_data(leaf)), sharding, jax.random.key_impl(leaf), weak=False)
-    return _Array(np.asarray(leaf), sharding, None, weak=leaf.weak_type and leaf.ndim == 0)
+        return _Array(np.asarray(jax.random.key_data(leaf)), *place, key_impl=jax.random.key_impl(leaf))
+    return _Array(np.asarray(leaf), *place, weak=leaf.weak_type)
 
 
 def _placed(leaf: Any) -> Any:
     if not isinstance(leaf, _Array):
         return leaf
-    values: Any = leaf.values
-    if leaf.key_impl is not None:
-        values = jax.random.wrap_key_data(jnp.asarray(values), impl=leaf.key_impl)
-    elif leaf.weak:
-        values = jnp.asarray(values.item())  # as only Python's own numbers are
-    return jax.device_put(values, leaf.sharding)
+    with jax.default_device(min(leaf.sharding.device_set, key=lambda device: device.id)):
+        values: Any = leaf.values
+        if leaf.key_impl is not None:
+            values = jax.random.wrap_key_data(jnp.asarray(values), impl=leaf.key_impl)
+        elif leaf.weak:  # as only Python's own numbers are, and what is made of them
+            number = {"f": 0.0, "c": 0j}.get(values.dtype.kind, 0)
+            values = jnp.broadcast_to(jnp.asarray(number), values.shape).at[...].set(values)
+        return jax.device_put(values, leaf.sharding if leaf.committed else None)
 
 
 def _not_importable(why: object) -> InvalidRequestError:

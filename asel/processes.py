@@ -11,10 +11,11 @@ import pickle
 import struct
 import subprocess
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -31,6 +32,11 @@ __all__ = ["ProcessMeasure", "WorkerDied"]
 _HEADER = struct.Struct("!Q")
 _MOST_WORKERS = 2
 _PIECE = 1 << 20
+# A worker that is up answers at once; one that starts has JAX to import, perhaps on a busy machine.
+_ANSWERS_S = 10.0
+_STARTS_S = 120.0
+
+Charge = Callable[[], AbstractContextManager[object]]
 
 
 class WorkerDied(Exception):
@@ -53,15 +59,15 @@ class ProcessMeasure:
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
-        self._starting = anyio.Lock()
+        self._starting: anyio.Lock | None = None
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[_Desk]:
-        """Wait for a worker that is up: starting one is nobody's time, one that died while idle nobody's fault."""
+    async def turn(self, charge: Charge = nullcontext) -> AsyncIterator[_Desk]:
+        """Wait for a worker that is up. One that died while idle, or does not answer, is nobody's fault."""
         while True:
-            worker = await self._least_busy()
+            worker = await self._least_busy(charge)
             async with worker.turn:
-                with suppress(WorkerDied):
+                with suppress(WorkerDied), anyio.move_on_after(_ANSWERS_S):
                     await worker.ask("hello", 0)
                 if worker.alive:
                     yield _Desk(self, worker)
@@ -74,15 +80,19 @@ class ProcessMeasure:
     async def aclose(self) -> None:
         """End every worker."""
         workers, self._workers = self._workers, []
+        self._starting = None  # it belongs to the loop, and the next user may have another
         for worker in workers:
             await worker.end()
 
-    async def _least_busy(self) -> _Worker:
+    async def _least_busy(self, charge: Charge) -> _Worker:
         # One start at a time, so that two who find none idle do not both start the last one.
+        if self._starting is None:
+            self._starting = anyio.Lock()
         async with self._starting:
             self._workers = [worker for worker in self._workers if worker.alive]
             if all(worker.queue for worker in self._workers) and len(self._workers) < _MOST_WORKERS:
-                self._workers.append(await _Worker.start())
+                with charge():
+                    self._workers.append(await _Worker.start())
                 return self._workers[-1]
             return min(self._workers, key=lambda worker: worker.queue)
 
@@ -95,31 +105,52 @@ class _Desk:
         self._worker = worker
 
     async def lower(self, trial: Trial[Any]) -> Lowered:
-        from asel.parcels import packed  # JAX is imported when it is first needed
-
         # In a thread: large arguments take their time.
-        frames = await run_in_thread(
-            f"packing {trial.cfg!r}", partial(packed, trial), grace_s=trial.grace_s, left_behind=trial.left_behind
+        candidate, parcel = await run_in_thread(
+            f"packing {trial.cfg!r}", partial(_packed, trial), grace_s=trial.grace_s, left_behind=trial.left_behind
         )
-        remote = _Remote(self._measure, trial, frames)
-        fingerprint = await remote.lower_in(self._worker)
+        remote = _Remote(self._measure, trial, candidate, parcel)
+        with remote.released_on_error():
+            fingerprint = await remote.lower_in(self._worker)
 
         async def compile() -> Sampler:
-            await remote.compile()
+            with remote.released_on_error():
+                await remote.compile()
             return remote
 
-        return Lowered(fingerprint, compile)
+        return Lowered(fingerprint, compile, remote.release)
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
         return await (await self.lower(trial)).compile()
 
 
+class _Parcel:
+    """A call's arguments, packed once for all candidates; a worker knows them by their number."""
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self.number = next(_numbers)
+        self.frames = frames
+
+
+_numbers = count(1)
+
+
+def _packed(trial: Trial[Any]) -> tuple[Sequence[Frame], _Parcel]:
+    from asel.parcels import pack_arguments, pack_candidate  # JAX is imported when it is first needed
+
+    candidate = pack_candidate(trial)
+    if (parcel := trial.shared.get("parcel")) is None:
+        parcel = trial.shared["parcel"] = _Parcel(pack_arguments(trial))
+    return candidate, parcel
+
+
 class _Remote:
     """A candidate in a worker, as a sampler. Its steps are asked for in its turn."""
 
-    def __init__(self, measure: ProcessMeasure, trial: Trial[Any], frames: Sequence[Frame]) -> None:
+    def __init__(self, measure: ProcessMeasure, trial: Trial[Any], candidate: Sequence[Frame], parcel: _Parcel) -> None:
         self._measure = measure
-        self._frames = frames
+        self._candidate = candidate
+        self._parcel: _Parcel | None = parcel
         self._worker: _Worker | None = None
         self._next: _Worker | None = None
         self._is_warm = False
@@ -127,7 +158,7 @@ class _Remote:
 
     async def lower_in(self, worker: _Worker) -> str | None:
         self._worker = worker
-        lowered: tuple[How, str | None] = await worker.ask("lower", id(self), self._frames)
+        lowered: tuple[How, str | None] = await worker.ask("lower", id(self), self._candidate, self._parcel)
         self.how, fingerprint = lowered
         return fingerprint
 
@@ -135,25 +166,23 @@ class _Remote:
         await self._ask("compile")
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, charge: Charge = nullcontext) -> AsyncIterator[None]:
         """Wait for the candidate's worker, or for another where that one was lost to another candidate."""
         if self._worker is not None and self._worker.alive:
             async with self._worker.turn:
                 if self._worker.alive:
                     yield
                     return
-        async with self._measure.turn() as desk:
+        async with self._measure.turn(charge) as desk:
             self._next = desk._worker
             yield
 
-    async def ready(self) -> None:
+    def ready(self) -> list[Callable[[], Awaitable[object]]]:
         """Be compiled in the worker whose turn it is, again where the last one was lost, and as warm as there."""
-        if self._worker is None or not self._worker.alive:
-            assert self._next is not None
-            await self.lower_in(self._next)
-            await self.compile()
-            if self._is_warm:
-                await self()
+        if self._worker is not None and self._worker.alive:
+            return []
+        assert self._next is not None
+        return [partial(self.lower_in, self._next), self.compile, *([self.__call__] if self._is_warm else [])]
 
     async def __call__(self) -> float:
         seconds: float = await self._ask("sample")
@@ -165,9 +194,18 @@ class _Remote:
         return outputs
 
     def release(self) -> None:
-        self._frames = []
-        if self._worker is not None:
-            self._worker.forget(id(self))
+        """Let go of the candidate's executable, and of the arguments if it is the last. From any thread."""
+        parcel, self._parcel, self._candidate = self._parcel, None, ()
+        if self._worker is not None and parcel is not None:
+            self._worker.forget(id(self), parcel)
+
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     async def _ask(self, command: str) -> Any:
         assert self._worker is not None
@@ -180,7 +218,8 @@ class _Worker:
     def __init__(self, process: Process) -> None:
         self._process = process
         self.turn = anyio.Lock()
-        self._forgotten: deque[int] = deque()
+        self._parcels: Counter[int] = Counter()
+        self._forgotten: deque[tuple[int, int]] = deque()
         self._ended = False
 
     @classmethod
@@ -188,7 +227,10 @@ class _Worker:
         command = [sys.executable, "-m", "asel._worker", *filter(None, sys.path)]
         process = await anyio.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None)
         worker = cls(process)
-        await worker.ask("hello", 0)
+        with anyio.move_on_after(_STARTS_S):
+            await worker.ask("hello", 0)
+        if not worker.alive:
+            raise WorkerDied(f"a worker process was started, and did not answer within {_STARTS_S:g} s")
         return worker
 
     @property
@@ -200,20 +242,25 @@ class _Worker:
         """How many have its turn or wait for it."""
         return self.turn.locked() + self.turn.statistics().tasks_waiting
 
-    def forget(self, candidate: int) -> None:
-        """Let go of a candidate's executable, with the next thing that is asked. From any thread."""
-        self._forgotten.append(candidate)
+    def forget(self, candidate: int, parcel: _Parcel) -> None:
+        """Have a candidate forgotten with the next thing that is asked."""
+        self._forgotten.append((candidate, parcel.number))
 
-    async def ask(self, command: str, candidate: int, frames: Sequence[Frame] = ()) -> Any:
-        """Return what the worker answers.
+    async def ask(
+        self, command: str, candidate: int, frames: Sequence[Frame] = (), parcel: _Parcel | None = None
+    ) -> Any:
+        """Return what the worker answers; a parcel that it does not have is sent along.
 
         A wait that is cancelled leaves the worker in the middle of a step, so it is killed.
         """
         if not self.alive:
             raise WorkerDied("the worker process was lost to another candidate")
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        self._parcels.subtract(number for _, number in forgotten)
+        number, along = (0, ()) if parcel is None else self._take(parcel)
         try:
-            await self._send([pickle.dumps((command, candidate, forgotten)), *frames])
+            header = (command, candidate, number, len(frames), [old for old, _ in forgotten])
+            await self._send([pickle.dumps(header), *frames, *along])
             kind, value = await self._receive()
         except (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError):
             code = await self.end(patience_s=2.0)  # it is ending by itself, and its code tells of what
@@ -224,6 +271,11 @@ class _Worker:
         if kind == "error":
             raise CandidateError(*value)
         return value
+
+    def _take(self, parcel: _Parcel) -> tuple[int, Sequence[Frame]]:
+        """Count one more candidate of a parcel; return what is to be sent of it."""
+        self._parcels[parcel.number] += 1
+        return parcel.number, parcel.frames if self._parcels[parcel.number] == 1 else ()
 
     async def _send(self, frames: Sequence[Frame]) -> None:
         """Send frames, their lengths before them, in pieces: nothing large is copied at once on the loop."""

@@ -112,7 +112,7 @@ class Race:
             best = board.leader()
             for index in self._losers(board, number, best):
                 yield Drop(index, number, best)
-            least = min(len(board.samples[index]) for index in board.finalists)
+            least = min(len(board.samples.get(index, ())) for index in board.alive)
             if least >= self.iters and (board.is_settled or board.cost_s - begun_s >= effort_s):
                 return
 

@@ -117,7 +117,7 @@ class ScriptedMeasure:
         self.sampled: list[Any] = []
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
-        cfg = trial.cfg
+        cfg, _ = trial.cfg, trial.fn
         self.compiled.append(cfg)
         await anyio.sleep(_scripted(self._compile_s, cfg))
         if (error := _scripted(self._compile_errors, cfg)) is not None:

@@ -59,11 +59,12 @@ class _Step(Generic[T]):
         self.callbacks = list(callbacks)
         self.over = False
         self.result: T
-        self.error: BaseException | None = None
+        self.error: BaseException | None = RuntimeError("its thread was killed")
 
     def run(self) -> None:
         try:
             self.result = self.context.run(self.work)
+            self.error = None
         except BaseException as error:
             self.error = error
         del self.work, self.context  # with all they hold of the device, before anyone hears that the step is over
@@ -72,9 +73,9 @@ class _Step(Generic[T]):
         # Under the lock, so that a callback is either seen here or refused by `when_done`.
         with self.lock:
             self.over = True
-        for callback in self.callbacks:
+        while self.callbacks:
             try:
-                self.loop.post(callback)
+                self.loop.post(self.callbacks.pop(0))
             except Exception:  # the thread has others to tell
                 logger.exception("nobody could be told that %s is over", self.what)
 
@@ -129,18 +130,19 @@ class _Worker:
             raise
 
     def _work(self) -> None:
+        step = None
         try:
             while (step := self._next()) is not None:
                 self._thread.name = f"asel: {step.what}"
-                try:
-                    step.run()
-                finally:
-                    self._rest()  # first, so that who hears that the step is over finds it idle
-                    step.tell()
-                del step
+                step.run()
+                self._rest()  # first, so that who hears that the step is over finds it idle
+                step.tell()
+                step = None
         finally:
-            # An exception may be thrown into a thread from outside, by a candidate's own timeout say: it strikes
-            # when the thread wakes, and the step it was woken for is another's then.
+            # An exception may be thrown into a thread from outside, by a candidate's own timeout say. It strikes
+            # at any moment, most likely when the thread wakes: the step it was woken for is another's then.
+            if step is not None:
+                step.tell()
             while (step := self._take()) is not None:
                 self._crew.start(step)
 

@@ -11,20 +11,21 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Generic, Literal, Self
 
 import anyio
 
 from asel.board import Board
 from asel.checks import OutputCheck, as_check
-from asel.devices import current_settings, default_device
+from asel.devices import current_settings, default_device, with_settings
 from asel.encoding import whereabouts
 from asel.errors import InvalidRequestError, TuningError
 from asel.events import CandidateEliminated, CandidateStart
 from asel.jobs import Runner, TuneJob, by_way, groups_of, report_on, sentence
 from asel.kernel import Cfg, Invocation
-from asel.lanes import LaneStuck, compile_slots, lane_for
-from asel.measure import Measure, Trial, lower
+from asel.lanes import LaneStuck, alone_on, compile_slots, lowering
+from asel.measure import Measure, lower
 from asel.outcomes import Failed, Stage, TuneReport
 from asel.processes import ProcessMeasure
 from asel.strategies import Drop, Exhaustive, Race, Sample, Step, Strategy
@@ -126,10 +127,13 @@ class Tuner(Generic[Cfg]):
         start = anyio.current_time()
         self._users += 1  # the workers are ours until we are done, whoever else is
         try:
+            if self._check is not None:
+                job.known = {}  # nobody knows what they computed
             if job.example is not None:
-                with anyio.fail_after(job.candidate_timeout_s):
+                make = partial(with_settings, job.settings, job.example)
+                with _timed(job):
                     job.args, job.kwargs = await run_in_thread(
-                        "making example inputs", job.example, grace_s=job.grace_s, left_behind=job.left_behind
+                        "making example inputs", make, grace_s=job.grace_s, left_behind=job.left_behind
                     )
                 job.example = None
             await self._try_groups(job)
@@ -143,8 +147,9 @@ class Tuner(Generic[Cfg]):
         try:
             job.report = report_on(job)
         finally:
-            job.out += job.runners.values()
+            job.out += [runner.sampler for runner in job.runners.values()]
             job.runners = {}
+            job.shared.clear()
             _let_go(job)
         return job.report
 
@@ -161,7 +166,6 @@ class Tuner(Generic[Cfg]):
 
     async def _compile_all(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
         waiting = deque(i for i in group if i not in job.outcomes and i not in job.runners and i not in job.aliases)
-        lowering = anyio.Lock()
 
         async def work() -> None:
             while waiting:
@@ -169,39 +173,35 @@ class Tuner(Generic[Cfg]):
                 if job.is_broke:
                     job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent")
                 else:
-                    await self._compile(job, index, lowering)
+                    await self._compile(job, index)
 
         async with anyio.create_task_group() as tasks:
             for _ in range(min(int(compile_slots().total_tokens), len(waiting))):
                 tasks.start_soon(work)
 
-    async def _compile(self, job: TuneJob[Cfg], index: int, lowering: anyio.Lock) -> None:
+    async def _compile(self, job: TuneJob[Cfg], index: int) -> None:
         """Make a candidate ready to be sampled; or note that it is another's alias, or why it failed."""
-        cfg, start, stage = job.candidates[index], anyio.current_time(), "build"
-        trial: Trial[Cfg] | None = None
+        start, trial = anyio.current_time(), job.trial(index)
         job.tell(CandidateStart, index, start)
         try:
-            fn = job.make_fn(cfg)
-            trial = Trial(cfg, fn, job.args, job.kwargs, job.device, job.objective, job.settings, job.grace_s)
-            stage = "compile"
-            async with compile_slots(), _turn(self._get_measure()) as measure:
+            async with compile_slots(), _turn(self._get_measure(), job) as measure:
                 # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
-                async with lowering:
+                async with lowering():
                     with _step(job, index, "compile") as lowering_s:
                         lowered = await lower(measure, trial)
                 first = job.programs.setdefault(lowered.fingerprint or str(index), index)
                 if first != index:
-                    job.aliases[index] = first
+                    job.alias(index, first, start)
+                    job.out.append(lowered)
                     return
-                with _step(job, index, "compile") as compiling_s:
+                with _step(job, index, "compile", lowering_s()) as compiling_s:
                     sampler = await lowered.compile()
         except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
-            job.fail(index, start, stage, error, trial.left_behind if trial else [])  # type: ignore[arg-type]
+            job.fail(index, start, trial.stage, error, trial.left_behind)
         else:
             job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
         finally:
-            if trial is not None:
-                job.note_left_behind(trial)
+            job.note_left_behind(trial)
 
     # Checking.
 
@@ -209,22 +209,27 @@ class Tuner(Generic[Cfg]):
         """Compare outputs with those of the incumbent, or else of the first candidate that runs."""
         if self._check is None:
             return
-        for index in sorted((i for i in group if i in job.runners), key=lambda i: i != job.incumbent):
+        unchecked = [i for i in group if i in job.runners and i not in job.checked]
+        for index in sorted(unchecked, key=lambda i: i != job.incumbent):
             runner = job.runners[index]
             if job.is_broke and job.expected is not None:
                 job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent before it was checked")
-                job.out.append(job.runners.pop(index))
+                job.let_out(index)
                 continue
             try:
                 async with self._at_work(job, index):
                     with _step(job, index, "check"):
                         outputs = await runner.outputs()
-                job.compare(outputs, self._check)
+                with _step(job, index, "check"):  # which is the host's business, and may take as long
+                    compare = partial(job.compare, outputs, self._check)
+                    what = f"comparing the outputs of {job.candidates[index]!r}"
+                    await run_in_thread(what, compare, grace_s=job.grace_s, left_behind=job.left_behind)
+                job.checked.add(index)
             except LaneStuck:
                 return
             except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
                 job.fail(index, runner.started, "check", error, runner.trial.left_behind)
-                job.out.append(job.runners.pop(index))
+                job.let_out(index)
             finally:
                 job.note_left_behind(runner.trial)
 
@@ -256,7 +261,7 @@ class Tuner(Generic[Cfg]):
         for index in unsampled:
             board.remove(index)
             job.skip(index, untried)
-        job.out += [job.runners.pop(index) for index in unsampled]
+            job.let_out(index)
 
     async def _follow(self, job: TuneJob[Cfg], board: Board, plan: Iterator[Step]) -> None:
         first = None
@@ -266,8 +271,8 @@ class Tuner(Generic[Cfg]):
             if isinstance(step, Drop):
                 board.drop(step.index, step.round, step.best)
                 job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
-            elif job.is_broke and (board.measured or step.index != first):
-                break  # the best so far wins; until there is one, only the first that runs goes on
+            elif job.is_broke and (board.measured or board.warmups.get(first) or step.index != first):
+                break  # the best so far wins; until there is one, the first that runs has one run
             else:
                 await self._sample(job, board, step.index)
 
@@ -277,13 +282,14 @@ class Tuner(Generic[Cfg]):
             async with self._at_work(job, index):
                 with _step(job, index, "measure") as taken_s:
                     seconds = _checked(await runner.sampler())
+                runner.measure_s += taken_s()
                 board.record(index, seconds, taken_s())
         except LaneStuck:
             raise
         except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
             board.remove(index)
             job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
-            job.out.append(job.runners.pop(index))
+            job.let_out(index)
         finally:
             job.note_left_behind(runner.trial)
 
@@ -291,10 +297,12 @@ class Tuner(Generic[Cfg]):
     async def _at_work(self, job: TuneJob[Cfg], index: int) -> AsyncIterator[None]:
         """Hold the device, and whatever else the candidate runs on, for one step."""
         runner = job.runners[index]
-        async with lane_for(job.device).held(runner.trial.left_behind), _turn(runner.sampler):
+        lanes = alone_on(job.devices, runner.trial.left_behind, job.candidate_timeout_s)
+        async with lanes, _turn(runner.sampler, job):
             if (ready := getattr(runner.sampler, "ready", None)) is not None:
-                with _timed(job):  # compiled again, where another candidate took its worker along
-                    await ready()
+                for step in ready():  # compiled again, where another candidate took its worker along
+                    with _timed(job):
+                        await step()
             yield
 
     def _get_measure(self) -> Measure:
@@ -327,28 +335,28 @@ async def _job_alone(
 
 
 @contextmanager
-def _timed(job: TuneJob[Any]) -> Iterator[None]:
-    """Bound something that is done for a candidate by its timeout, and charge it to the tune."""
-    with job.meter.running(), anyio.fail_after(job.candidate_timeout_s):
+def _timed(job: TuneJob[Any], so_far_s: float = 0.0) -> Iterator[None]:
+    """Bound something that is done for a candidate by what is left of its timeout, and charge it to the tune."""
+    with job.meter.running(), anyio.fail_after(job.candidate_timeout_s - so_far_s):
         yield
 
 
 @contextmanager
-def _step(job: TuneJob[Any], index: int, step: Stage) -> Iterator[Callable[[], float]]:
+def _step(job: TuneJob[Any], index: int, step: Stage, so_far_s: float = 0.0) -> Iterator[Callable[[], float]]:
     """The same for a step of its way, noted for those who trace it; gives the seconds it took."""
     start = end = anyio.current_time()
     try:
-        with _timed(job):
+        with _timed(job, so_far_s):
             yield lambda: end - start
     finally:
         end = anyio.current_time()
         job.note_step(index, step, start, end)
 
 
-def _turn(one: Any) -> AbstractAsyncContextManager[Any]:
+def _turn(one: Any, job: TuneJob[Any]) -> AbstractAsyncContextManager[Any]:
     """Wait until a measure or a sampler can be asked, and give what is to be asked: waiting is free."""
     turn = getattr(one, "turn", None)
-    return nullcontext(one) if turn is None else turn()
+    return nullcontext(one) if turn is None else turn(job.meter.running)
 
 
 def _let_go(job: TuneJob[Any]) -> None:
@@ -358,7 +366,7 @@ def _let_go(job: TuneJob[Any]) -> None:
     the first of them is sampled, so that letting go of a loser sooner would only make the tune longer. What that
     raises harms nobody; there is no one left whose outcome it would be.
     """
-    releases = [release for one in job.out if (release := getattr(one.sampler, "release", None)) is not None]
+    releases = [release for one in job.out if (release := getattr(one, "release", None)) is not None]
     job.out = []
 
     def work() -> None:

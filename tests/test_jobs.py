@@ -306,7 +306,7 @@ async def test_eliminations_and_aliases_survive_json():
     assert TuneReport.from_json(report.to_json(), load=lambda value: Blocks(**value)) == report
     assert report.winner == GUESS
     first = report.outcomes[0]
-    assert (len(first.samples_s), first.measure_s) == (3, pytest.approx(0.3))
+    assert (len(first.samples_s), first.measure_s) == (3, pytest.approx(0.4)), "with the warm-up"
     assert set(report.environment) >= {"jax", "jaxlib"}
 
 

@@ -9,8 +9,9 @@ import anyio
 import pytest
 
 from asel import Failed, Measured, Skipped, Tuner, TuningError, device_fingerprint
+from asel.devices import default_device
 from asel.jobs import TuneJob
-from asel.lanes import Lane, LaneStuck, compile_slots, lane_for
+from asel.lanes import Lane, LaneStuck, alone_on, compile_slots, lane_for
 from asel.testing import RecordingSink
 from asel.threads import run_in_thread
 
@@ -359,7 +360,8 @@ def test_a_measurement_that_finds_its_device_stuck_says_so(real_backend):
         hangs = HangingMeasure(None, "measure")  # what `Tuner.measure` measures has no config
         with hangs.stuck:
             tuner = Tuner(warmup=0, iters=1, measure=hangs)
-            await cancel_once_it_hangs(hangs, tuner.measure, len, "abc")
+            with pytest.raises(TuningError, match="its thread is still busy"):
+                await tuner.tune(TuneJob((None,), len, (), {}, device=default_device(), candidate_timeout_s=0.05))
             with pytest.raises(TuningError) as caught:
                 await tuner.measure(len, "abc")
             assert kinds(caught.value.outcomes) == [Skipped]
@@ -368,12 +370,12 @@ def test_a_measurement_that_finds_its_device_stuck_says_so(real_backend):
 
 
 def test_a_thread_left_behind_by_a_cancelled_tune_is_known_to_its_job(real_backend):
-    """Cancelling a tune leaves its thread at work, its job able to name it, and its device stuck until it is back."""
+    """Cancelling a tune leaves its thread at work and its job able to name it; past its timeout the device is stuck."""
 
     async def main():
         measure = HangingMeasure("hangs", "measure")
         with measure.stuck:
-            job = job_of("hangs")
+            job = job_of("hangs", candidate_timeout_s=0.05)
             await cancel_once_it_hangs(measure, Tuner(warmup=0, iters=1, measure=measure).tune, job)
             assert job.outcomes == {}
             assert [busy.what for busy in job.left_behind] == ["measuring"]
@@ -385,3 +387,52 @@ def test_a_thread_left_behind_by_a_cancelled_tune_is_known_to_its_job(real_backe
                 pass
 
     anyio.run(main, backend=real_backend)
+
+
+def test_who_comes_after_a_cancelled_tune_waits_for_its_thread(real_backend):
+    """Nothing hangs as long as its timeout is not over: the next tune has its turn when the thread is back."""
+
+    async def main():
+        measure = HangingMeasure("hangs", "measure")
+        with measure.stuck:
+            job = job_of("hangs")
+            await cancel_once_it_hangs(measure, Tuner(warmup=0, iters=1, measure=measure).tune, job)
+            reports = []
+
+            async def tune_next() -> None:
+                reports.append(await Tuner(warmup=0, iters=1, measure=measure).tune(job_of("one", "other")))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(tune_next)
+                await anyio.wait_all_tasks_blocked()
+                assert reports == []
+                await measure.stuck.come_back(job.left_behind)
+            assert kinds(reports[0].outcomes) == [Measured, Measured]
+
+    anyio.run(main, backend=real_backend)
+
+
+@pytest.mark.anyio
+async def test_a_call_over_devices_is_alone_on_all_of_them():
+    """Two calls that share one of their devices take turns, in whatever order they name them."""
+    busy, most = 0, 0
+
+    async def hold(*devices) -> None:
+        nonlocal busy, most
+        async with alone_on(devices, []):
+            busy += 1
+            most = max(most, busy)
+            await anyio.sleep(1)
+            busy -= 1
+
+    start = anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hold, "gpu:0", "gpu:1")
+        tasks.start_soon(hold, "gpu:1", "gpu:0")
+        tasks.start_soon(hold, "gpu:1")
+    assert most == 1
+    assert anyio.current_time() - start == pytest.approx(3)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hold, "gpu:0", "gpu:1")
+        tasks.start_soon(hold, "gpu:2")
+    assert anyio.current_time() - start == pytest.approx(4)

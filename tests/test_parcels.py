@@ -18,7 +18,7 @@ from kernels import FakeDevice
 from asel import InvalidRequestError
 from asel.devices import Settings, current_settings
 from asel.measure import Trial
-from asel.parcels import _Pickler, packed, unpacked
+from asel.parcels import _Pickler, pack_arguments, pack_candidate, unpack_arguments, unpack_candidate
 
 MESH = Mesh(np.array(jax.devices()[:1]), ("x",))
 SPREAD = NamedSharding(MESH, PartitionSpec("x"))
@@ -26,7 +26,9 @@ SPREAD = NamedSharding(MESH, PartitionSpec("x"))
 
 def sent(*args, **facts) -> Trial:
     """Return a trial as a worker has it: whatever it shares with ours went through bytes."""
-    return unpacked([bytes(frame) for frame in packed(Trial("cfg", neg, args, {}, **facts))])
+    trial = Trial("cfg", neg, args, {}, **facts)
+    arguments = unpack_arguments([bytes(frame) for frame in pack_arguments(trial)])
+    return unpack_candidate([bytes(frame) for frame in pack_candidate(trial)], arguments)
 
 
 ARRAYS = {
@@ -39,6 +41,7 @@ ARRAYS = {
     "a scalar": lambda: jnp.float32(2.5),
     "a weak number": lambda: jnp.asarray(2.5),
     "a weak integer": lambda: jnp.asarray(2),
+    "weak numbers": lambda: jnp.broadcast_to(jnp.asarray(1.5), (2, 3)) * 2,
     "committed": lambda: jax.device_put(jnp.ones(3), jax.devices()[0]),
     "committed and weak": lambda: jax.device_put(jnp.asarray(2.5), jax.devices()[0]),
     "spread": lambda: jax.device_put(jnp.ones(3), SPREAD),
@@ -58,6 +61,25 @@ def test_an_array_arrives_as_it_was(name):
         assert jax.random.key_impl(got) == jax.random.key_impl(array)
         got, array = jax.random.key_data(got), jax.random.key_data(array)
     np.testing.assert_array_equal(got, array)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
+def test_wide_numbers_stay_wide(dtype):
+    """What is of double precision here is so there, where the caller's settings say so."""
+    with jax.enable_x64(True):
+        array, weak, settings = jnp.ones(3, dtype), jnp.asarray(2**40), current_settings()
+    got = sent(array, weak, settings=settings).args
+    assert [jax.typeof(one) for one in got] == [jax.typeof(array), jax.typeof(weak)]
+    assert int(got[1]) == 2**40
+
+
+def test_arguments_are_there_once_for_all_candidates():
+    """What shapes stand for is made once, and all of a tune's candidates run with that."""
+    trial = Trial("a", neg, (jax.ShapeDtypeStruct((4,), jnp.float32), jnp.ones(3)), {})
+    arguments = unpack_arguments(pack_arguments(trial))
+    first, second = (unpack_candidate(pack_candidate(trial), arguments) for _ in range(2))
+    assert first.args[1] is second.args[1]
+    assert first.shared is second.shared
 
 
 def test_what_is_no_array_of_jax_is_left_alone():
@@ -80,19 +102,16 @@ def test_the_callers_settings_arrive():
 
 def test_a_device_that_a_worker_does_not_have_is_named(monkeypatch):
     """It sees fewer devices where they were made by other means than the environment: the error says so."""
-    frames = packed(Trial("cfg", neg, (1,), {}, device=jax.devices()[0]))
-    monkeypatch.setattr(
-        _Pickler, "persistent_id", lambda self, one: ("cpu", 7) if isinstance(one, jax.Device) else None
-    )
+    name = lambda self, one: ("cpu", 7) if isinstance(one, jax.Device) else None  # noqa: E731
+    monkeypatch.setattr(_Pickler, "persistent_id", name)
     with pytest.raises(InvalidRequestError, match=r"no device cpu:7, only \d.*XLA_FLAGS"):
-        unpacked(packed(Trial("cfg", neg, (1,), {}, device=jax.devices()[0])))
-    assert unpacked(frames).device == jax.devices()[0]
+        sent(1, device=jax.devices()[0])
 
 
 def test_a_tpu_is_not_shared():
     """One process owns it, so the other way is named."""
     with pytest.raises(InvalidRequestError, match='use isolation="thread"'):
-        packed(Trial("cfg", neg, (), {}, device=FakeDevice("TPU v5e", platform="tpu")))
+        pack_candidate(Trial("cfg", neg, (), {}, device=FakeDevice("TPU v5e", platform="tpu")))
 
 
 _SPREAD = """

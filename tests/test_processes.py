@@ -17,7 +17,7 @@ import pytest
 from hostile import Hostile, decorated, of_tree, slow_start_of
 from kernels import Bench
 
-from asel import Failed, InvalidRequestError, Invocation, Measured, Tuner, kernel, parcels
+from asel import Failed, InvalidRequestError, Invocation, Measured, Tuner, kernel, processes
 from asel.jobs import TuneJob
 from asel.strategies import Exhaustive
 
@@ -309,13 +309,13 @@ def test_a_candidate_is_as_warm_in_the_next_worker(real_backend):
 
 def test_arguments_are_packed_off_the_loop(real_backend, monkeypatch):
     """Arguments may be large, and take their time to pickle: none of it is the loop's."""
-    threads, packed = [], parcels.packed
+    threads, packed = [], processes._packed
 
     def watched(trial):
         threads.append(threading.current_thread())
         return packed(trial)
 
-    monkeypatch.setattr(parcels, "packed", watched)
+    monkeypatch.setattr(processes, "_packed", watched)
     large = jnp.arange(1 << 12, dtype=jnp.float32)
     report = tune(real_backend, hostile(), large, tuner=Tuner(1, 2, isolation="process", check=True))
     assert report.winner == "fast"

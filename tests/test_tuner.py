@@ -518,7 +518,7 @@ class Shared(ScriptedMeasure):
     """A measure whose candidates wait for something that others hold, before each step and without being asked."""
 
     @asynccontextmanager
-    async def turn(self):
+    async def turn(self, charge):
         await anyio.sleep(100.0)
         yield self
 
@@ -543,18 +543,21 @@ class Readied(ScriptedMeasure):
 
     async def compile(self, trial):
         sample = await super().compile(trial)
-        sample.ready = partial(anyio.sleep, 0.7 if trial.cfg != "stuck" else math.inf)
+        sample.ready = lambda: [
+            partial(anyio.sleep, 0.7),
+            partial(anyio.sleep, 0.7 if trial.cfg != "stuck" else math.inf),
+        ]
         return sample
 
 
 @pytest.mark.anyio
 async def test_making_ready_is_a_step_of_its_own():
-    """It has the candidate's timeout to itself, and is charged to the tune."""
+    """Each of its steps has the candidate's timeout to itself, and is charged to the tune."""
     job = job_of("a", "stuck", candidate_timeout_s=1.0)
     report = await Tuner(0, 1, measure=Readied(0.7), strategy="exhaustive").tune(job)
     assert kinds(report.outcomes) == [Measured, Failed]
     assert report.outcomes[1].message == "took longer than 1 s"
-    assert job.spent_s == pytest.approx(0.7 + 0.7 + 1.0)
+    assert job.spent_s == pytest.approx(3 * 0.7 + 0.7 + 1.0)
 
 
 # ---------------------------------------------------------------------------------------------
