@@ -20,7 +20,7 @@ PRECISE = 0.005
 # What the system takes from a run now and then, whatever its length: long samples are precise, short ones are not.
 JITTER_S = 5e-3
 # A run this long has its one-off costs behind it in a small part of it, so that even the first one tells something.
-LONG_S = 10e-3
+LONG_S = 50e-3
 # What all candidates' samples say of the scatter of one weighs as much as so many samples of its own.
 PRIOR = 3
 # With so many samples, twice as much is in doubt as their scatter shows: they are late in bunches, and asked often.

@@ -227,9 +227,9 @@ def groups_of(job: TuneJob[Any]) -> list[list[int]]:
     reused = job.reused
     wanted = [i for i in wanted if i not in reused]
     least = max((ranks[i][0] for i in reused), default=0)  # a success of then ends it as one of today does
-    levels = sorted({ranks[i][0] for i in wanted if i != job.incumbent and ranks[i][0] >= least}, reverse=True) or [0]
+    levels = sorted({ranks[i][0] for i in wanted if i != job.incumbent and ranks[i][0] >= least}, reverse=True)
     groups = [[i for i in wanted if ranks[i][0] == level and i != job.incumbent] for level in levels]
-    groups = [sorted(group, key=lambda i: -ranks[i][1]) for group in groups]
+    groups = [sorted(group, key=lambda i: -ranks[i][1]) for group in groups] or [[]]
     if job.incumbent is not None:
         groups[0].insert(0, job.incumbent)
     return groups
