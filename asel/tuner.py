@@ -170,7 +170,7 @@ class Tuner(Generic[Cfg]):
         async def work() -> None:
             while waiting:
                 index = waiting.popleft()
-                if job.is_broke:
+                if job.is_broke and job.steps:  # one is tried, whatever it took to begin
                     job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent")
                 else:
                     await self._compile(job, index)
