@@ -35,6 +35,8 @@ __all__ = ["Tuner"]
 
 logger = logging.getLogger("asel")
 
+_STUCK = "an abandoned candidate still occupies the device"
+
 
 class Tuner(Generic[Cfg]):
     """Times candidates with a `Measure`, by default JAX's.
@@ -226,7 +228,8 @@ class Tuner(Generic[Cfg]):
                     await run_in_thread(what, compare, grace_s=job.grace_s, left_behind=job.left_behind)
                 job.checked.add(index)
             except LaneStuck:
-                return
+                job.skip(index, f"{_STUCK}, so it was not checked")
+                job.let_out(index)
             except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
                 job.fail(index, runner.started, "check", error, runner.trial.left_behind)
                 job.let_out(index)
@@ -255,7 +258,7 @@ class Tuner(Generic[Cfg]):
                     await self._follow(job, board, self._strategy.plan(board))
                     measured = bool(board.measured)
         except LaneStuck:
-            untried = "an abandoned candidate still occupies the device"
+            untried = _STUCK
         board.make_do()
         unsampled = [index for index in ready if index in job.runners and not board.samples.get(index)]
         for index in unsampled:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 
 import anyio
+import numpy as np
 import pytest
 
 from asel import Failed, Measured, Skipped, Tuner, TuningError, device_fingerprint
@@ -317,6 +319,33 @@ def test_a_candidate_that_hangs_on_the_device_has_the_rest_skipped(real_backend)
             await measure.stuck.come_back(job.left_behind)
             again = await tuner.tune(job_of("late", "later"))
             assert kinds(again.outcomes) == [Measured, Measured]
+
+    anyio.run(main, backend=real_backend)
+
+
+def test_who_could_not_be_checked_is_not_timed(real_backend):
+    """Where a check hangs on the device the others are skipped at once, not only if it still hangs when they are timed."""
+
+    class Checked(HangingMeasure):
+        async def compile(self, trial):
+            sample = await super().compile(trial)
+            sample.outputs = partial(self._outputs, trial)
+            return sample
+
+        async def _outputs(self, trial):
+            if trial.cfg == "hangs":
+                await self._hang("checking", trial)
+            return [np.ones(3)]
+
+    async def main():
+        measure = Checked("hangs", "outputs")
+        with measure.stuck, pytest.raises(TuningError) as caught:
+            job = job_of("good", "hangs", "late", incumbent=0, candidate_timeout_s=0.05)
+            await Tuner(warmup=0, iters=1, measure=measure, check=True).tune(job)
+        good, hung, late = caught.value.outcomes
+        assert (hung.stage, hung.error_type) == ("check", "TimeoutError")
+        assert good.reason == "an abandoned candidate still occupies the device"
+        assert late.reason == f"{good.reason}, so it was not checked"
 
     anyio.run(main, backend=real_backend)
 
