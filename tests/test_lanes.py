@@ -324,7 +324,7 @@ def test_a_candidate_that_hangs_on_the_device_has_the_rest_skipped(real_backend)
 
 
 def test_who_could_not_be_checked_is_not_timed(real_backend):
-    """Where a check hangs on the device the others are skipped at once, not only if it still hangs when they are timed."""
+    """Where a check hangs on the device the others are skipped there and then, and not only if it hangs for long."""
 
     class Checked(HangingMeasure):
         async def compile(self, trial):
