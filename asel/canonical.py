@@ -358,7 +358,7 @@ def _jax_value(self: Canonicaliser, value: Any, path: str) -> Canon:
         return ("shape", dims(value.shape), str(value.dtype), int(value.weak_type), sharding)
     if isinstance(value, PartitionSpec):
         axes = (frozenset(value.unreduced), frozenset(value.reduced))
-        return ("spec", self.each(tuple(value), path), self.each(axes, path))
+        return ("spec", self.each(_partitions(value), path), self.each(axes, path))
     if value is PartitionSpec.UNCONSTRAINED:
         return ("unconstrained",)
     if isinstance(value, Mesh | AbstractMesh):
@@ -389,9 +389,15 @@ def aval_form(aval: Any) -> Canon:
     """Return what an abstract value says of an array: shape, dtype, weak type, explicit sharding."""
     sharding = getattr(aval, "sharding", None)
     spec: Canon = ()
-    if sharding is not None and not sharding.mesh.empty and any(part is not None for part in sharding.spec):
+    is_placed = sharding is not None and not sharding.mesh.empty
+    if is_placed and any(part is not None for part in _partitions(sharding.spec)):
         spec = canonical(sharding)
     return (dims(aval.shape), str(aval.dtype), int(getattr(aval, "weak_type", False)), spec)
+
+
+def _partitions(spec: Any) -> tuple[Any, ...]:
+    # Before JAX 0.10 a spec could only be iterated; since then some refuse to be.
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def dims(shape: Iterable[Any]) -> tuple[Any, ...]:
