@@ -387,7 +387,7 @@ def _jax_value(self: Canonicaliser, value: Any, path: str) -> Canon:
 
 def aval_form(aval: Any) -> Canon:
     """Return what an abstract value says of an array: shape, dtype, weak type, explicit sharding."""
-    sharding = getattr(aval, "sharding", None)
+    sharding: Any = getattr(aval, "sharding", None)
     spec: Canon = ()
     is_placed = sharding is not None and not sharding.mesh.empty
     if is_placed and any(part is not None for part in _partitions(sharding.spec)):

@@ -124,15 +124,16 @@ class _Desk:
         return await (await self.lower(trial)).compile()
 
 
+# What a worker knows a candidate by, and the arguments of many.
+_numbers = count(1)
+
+
 class _Parcel:
-    """A call's arguments, packed once for all candidates; a worker knows them by their number."""
+    """A call's arguments, packed once for all candidates."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self.number = next(_numbers)
         self.frames = frames
-
-
-_numbers = count(1)
 
 
 def _packed(trial: Trial[Any]) -> tuple[Sequence[Frame], _Parcel]:
@@ -154,11 +155,12 @@ class _Remote:
         self._worker: _Worker | None = None
         self._next: _Worker | None = None
         self._is_warm = False
+        self._number = next(_numbers)
         self.how: How = trial.objective
 
     async def lower_in(self, worker: _Worker) -> str | None:
         self._worker = worker
-        lowered: tuple[How, str | None] = await worker.ask("lower", id(self), self._candidate, self._parcel)
+        lowered: tuple[How, str | None] = await worker.ask("lower", self._number, self._candidate, self._parcel)
         self.how, fingerprint = lowered
         return fingerprint
 
@@ -197,7 +199,7 @@ class _Remote:
         """Let go of the candidate's executable, and of the arguments if it is the last. From any thread."""
         parcel, self._parcel, self._candidate = self._parcel, None, ()
         if self._worker is not None and parcel is not None:
-            self._worker.forget(id(self), parcel)
+            self._worker.forget(self._number, parcel)
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -209,7 +211,7 @@ class _Remote:
 
     async def _ask(self, command: str) -> Any:
         assert self._worker is not None
-        return await self._worker.ask(command, id(self))
+        return await self._worker.ask(command, self._number)
 
 
 class _Worker:
