@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from collections import namedtuple
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import anyio.lowlevel
@@ -32,7 +34,17 @@ from asel import (
     forward_autotune_only,
     kernel,
 )
-from asel.benchmark import LEAST_SAMPLE_S, JaxMeasure, Program, Timing, abstract, concrete
+from asel.benchmark import (
+    LEAST_SAMPLE_S,
+    JaxMeasure,
+    Program,
+    Timing,
+    _fingerprint,
+    abstract,
+    concrete,
+    dispatch_overhead_s,
+)
+from asel.devices import current_settings
 from asel.jobs import TuneJob
 from asel.keys import call_key
 from asel.measure import Trial
@@ -342,6 +354,45 @@ def test_samples_are_taken_with_the_settings_they_were_compiled_with(real_backen
     assert set(seen) == {np.dtype("float64")}
 
 
+@pytest.mark.parametrize("way", ["forward", "forward+backward", "eager"])
+def test_the_callers_settings_hold_at_every_step(way):
+    """What is lowered, compiled, run and computed for a check is so with the settings of the call, step by step."""
+    seen, objective = [], "forward" if way == "eager" else way
+
+    def fn(x):
+        seen.append(("called", x64()))
+        return x * float(x[0]) if way == "eager" else x * 2
+
+    with jax.enable_x64(True):
+        trial = Trial("wide", fn, (np.ones(3, np.float64),), {}, objective=objective, settings=current_settings())
+    program = Program(trial)
+    if (lowered := program._lowered) is not None:
+        program._lowered = SimpleNamespace(compile=lambda: seen.append(("compiled", x64())) or lowered.compile())
+    program.compile()
+    program.run(1, time.perf_counter)
+    (output,) = program.outputs()
+    assert program.how == way
+    assert output.dtype == np.float64
+    assert {wide for _, wide in seen} == {True}
+    assert ("compiled", True) in seen or way == "eager"
+
+
+def test_a_candidate_is_built_in_a_thread_with_the_callers_settings(real_backend):
+    """`make_fn` is the candidate's own code: it is not run on the event loop, and makes what its caller would."""
+    built = []
+
+    def make_fn(cfg):
+        built.append((threading.current_thread() is threading.main_thread(), x64()))
+        return lambda x: x * cfg
+
+    async def main():
+        with jax.enable_x64(True):
+            await Tuner(0, 1).autotune(make_fn, (jnp.ones(3),), {}, [1.0, 2.0])
+
+    anyio.run(main, backend=real_backend)
+    assert built == [(False, True)] * 2
+
+
 def test_context_variables_follow_the_candidate(real_backend):
     """A candidate sees the context variables of the caller whose tune it is."""
     request, seen = ContextVar("request", default="nobody's"), []
@@ -432,6 +483,25 @@ def test_any_outputs_can_be_differentiated(wrap):
     assert set(gradients) == {jnp.dtype("float32")}
 
 
+def test_the_backward_pass_is_whole():
+    """It is by every inexact input and of every inexact output, both parts of a complex one; and the outputs are kept.
+
+    A gradient that nobody asks for, or an output that nobody gets, is dead code to the compiler.
+    """
+
+    def fn(x, rows, y):
+        return {"first": 2 * x, "second": 3 * y, "third": jax.lax.complex(5 * x, 7 * y), "rows": rows + 1}
+
+    x, rows = jnp.ones(3), jnp.arange(3)
+    program = Program(Trial("whole", fn, (x, rows, x), {}, objective="forward+backward"))
+    program.compile()
+    (_, outputs), gradients = program._executable(x, rows, x)
+    assert program.how == "forward+backward"
+    assert [set(np.asarray(gradient).tolist()) for gradient in gradients] == [{2.0 + 5.0}, {3.0 + 7.0}]
+    for output, expected in zip(outputs, jax.tree_util.tree_leaves(fn(x, rows, x)), strict=True):
+        np.testing.assert_array_equal(output, expected)
+
+
 def test_a_candidate_without_a_gradient_is_timed_forward(real_backend):
     """Where a kernel cannot be differentiated its forward time counts, as with ejKernel."""
 
@@ -518,6 +588,23 @@ def test_the_clock_stops_when_the_outputs_are_there(real_backend):
     assert sampled_s > min(whole_s) / 4
 
 
+def test_every_output_is_waited_for():
+    """A run is over when the last of its outputs is there, not the first."""
+    waited = []
+
+    class Output:
+        def __init__(self, name):
+            self._name = name
+
+        def block_until_ready(self):
+            waited.append(self._name)
+
+    program = Program(Trial("many", spin(1), (jnp.ones(3),), {}))
+    program._executable = lambda x: {"first": Output("first"), "others": [Output("second"), Output("third")]}
+    program.run(2, lambda: waited.append("timer") or 0.0)
+    assert waited == ["timer", *["first", "second", "third"] * 2, "timer"]
+
+
 def test_a_sample_is_one_run(real_backend):
     """The timer is read before and after each run, with nothing else in between."""
     order = []
@@ -566,6 +653,46 @@ def test_a_candidate_that_exits_is_only_a_failed_candidate(real_backend):
     assert isinstance(report.outcomes[0], Failed)
     assert (report.outcomes[0].stage, report.outcomes[0].error_type) == ("compile", "RuntimeError")
     assert "SystemExit: 3" in report.outcomes[0].message
+
+
+@pytest.mark.parametrize(("trouble", "error_type"), [("raises", "LookupError"), ("hangs", "TimeoutError")])
+def test_a_candidate_that_cannot_be_built_is_one_outcome(real_backend, trouble, error_type):
+    """Whether `make_fn` raises or never returns, the stage is "build" and the others are measured."""
+    release = threading.Event()
+
+    def make_fn(cfg):
+        if cfg == "raises":
+            raise LookupError("no such tile")
+        if cfg == "hangs":
+            release.wait(PATIENCE_S)
+        return lambda x: x
+
+    job = TuneJob((trouble, "good"), make_fn, (jnp.ones(3),), {}, candidate_timeout_s=0.2 if trouble == "hangs" else 9)
+    try:
+        report = anyio.run(Tuner(0, 1).tune, job, backend=real_backend)
+    finally:
+        release.set()
+    assert (report.winner, report.outcomes[0].stage, report.outcomes[0].error_type) == ("good", "build", error_type)
+    assert [busy.what for busy in job.left_behind] == (["lowering 'hangs'"] if trouble == "hangs" else [])
+
+
+def test_an_error_without_words_is_one_outcome(real_backend):
+    """An exception whose message raises is a Failed outcome like any other, and harms nobody."""
+
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    def run(x, *, cfg):
+        if cfg == "mute":
+            raise Mute
+        return x + cfg
+
+    report, sink = chosen_among(real_backend, [1, "mute", 2], run)
+    assert [type(outcome) for outcome in report.outcomes] == [Measured, Failed, Measured]
+    assert (report.outcomes[1].stage, report.outcomes[1].error_type) == ("compile", "Mute")
+    assert report.outcomes[1].message == "(its message raised ValueError)"
+    assert [event.error_type for event in sink.named("candidate_failed")] == ["Mute"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -659,14 +786,14 @@ def test_a_tune_of_real_candidates_keeps_every_outcome(real_backend):
 # What must survive, and what must hold.
 
 
-def chosen_among(backend, configs, run, x=None, **policy):
+def chosen_among(backend, configs, run, x=None, *, check=None, **policy):
     """Tune real candidates in threads; return the report and what was told."""
     sink = RecordingSink()
 
     async def main():
         op = kernel(op_id="survivor", configs=configs, heuristic=configs[0])(run)
         async with ConfigSelectorChain(
-            policy=AutotunePolicy(**policy), tuner=Tuner(1, 2), sinks=[sink], close_grace_s=0.1
+            policy=AutotunePolicy(**policy), tuner=Tuner(1, 2, check=check), sinks=[sink], close_grace_s=0.1
         ) as chain:
             args = (jnp.ones(64) if x is None else x,)
             return (await chain.select(Invocation("survivor", args, {}), op)).report
@@ -753,8 +880,9 @@ def test_a_candidate_that_hangs_as_it_runs_leaves_those_before_it(real_backend):
     assert sink.named("candidate_failed")[0].still_busy
 
 
-def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend):
-    """What a sample destroys is there for the next, jitted or not, and the caller's array is unharmed."""
+@pytest.mark.parametrize("check", [None, True])
+def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend, check):
+    """What a sample or a check destroys is there for the next, jitted or not, and the caller's array is unharmed."""
     donating = jax.jit(lambda x: x * 2, donate_argnums=0)
 
     def run(x, *, cfg):
@@ -763,7 +891,7 @@ def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend):
         return donating(x)
 
     x = jnp.ones(64)
-    report, _ = chosen_among(real_backend, ["jitted", "eager"], run, x)
+    report, _ = chosen_among(real_backend, ["jitted", "eager"], run, x, check=check)
     assert [o.how for o in report.outcomes] == ["forward", "eager"]
     assert not x.is_deleted()
 
@@ -780,12 +908,13 @@ def test_an_array_that_is_given_twice_can_be_sampled_again(real_backend):
     assert not x.is_deleted()
 
 
-def test_transfer_guards_hold_in_the_thread(real_backend):
-    """A caller that forbids implicit transfers forbids them to its candidates."""
+@pytest.mark.parametrize("direction", ["host_to_device", "device_to_device", "device_to_host"])
+def test_transfer_guards_hold_in_the_thread(real_backend, direction):
+    """A caller that forbids implicit transfers forbids them to its candidates, whichever way they go."""
     seen = []
 
     def fn(x):
-        seen.append(jax.config.jax_transfer_guard_host_to_device)
+        seen.append(getattr(jax.config, f"jax_transfer_guard_{direction}"))
         return x
 
     async def main():
@@ -794,6 +923,36 @@ def test_transfer_guards_hold_in_the_thread(real_backend):
 
     anyio.run(main, backend=real_backend)
     assert set(seen) == {"disallow"}
+
+
+@contextmanager
+def guard_of_the_process():
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+
+
+@pytest.mark.parametrize("guard", [lambda: jax.transfer_guard("disallow"), guard_of_the_process], ids=["own", "global"])
+@pytest.mark.parametrize("given", ["an array", "a shape", "a weak shape"])
+def test_a_transfer_guard_fails_nobody(guard, given):
+    """What asel itself moves, to time or to check a candidate, is not what the caller has forbidden."""
+    if given == "an array":
+        x = jax.device_put(np.ones(64, np.float32))
+    else:
+        x = jax.ShapeDtypeStruct((64,), jnp.float32, weak_type=given == "a weak shape")
+
+    def run(x, *, cfg):
+        if cfg == "eager" and is_parameter(x):
+            raise TypeError("needs values")
+        return x + x if cfg == "adds" else x * x
+
+    dispatch_overhead_s.cache_clear()  # it too is found out under a guard, if this is the first tune
+    with guard():
+        check = {"check": lambda expected, actual: True}
+        report, _ = chosen_among(ONE_BACKEND, ["adds", "eager"], run, x, validate_backward=True, **check)
+    assert [outcome.how for outcome in report.outcomes] == ["forward+backward", "eager"]
 
 
 def test_shapes_become_what_the_kernel_makes_of_them(real_backend):
@@ -822,6 +981,35 @@ def test_shapes_become_what_the_kernel_makes_of_them(real_backend):
     assert set(seen) == {7.0}
 
 
+def test_example_inputs_are_made_with_the_callers_settings(real_backend):
+    """They stand in for the caller's own arrays, so they are as wide as those would be, and made off the loop."""
+    made, seen = [], []
+
+    class Wide(Kernel):
+        op_id = "wide"
+
+        def run(self, x, *, cfg):
+            seen.append(x.dtype)
+            return x + cfg
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+        def example_inputs(self, inv):
+            made.append((threading.current_thread() is threading.main_thread(), x64()))
+            return (jnp.ones(inv.args[0].shape),), {}
+
+    async def main():
+        async with ConfigSelectorChain(tuner=Tuner(0, 1), sinks=()) as chain:
+            with jax.enable_x64(True):
+                inv = Invocation("wide", (jax.ShapeDtypeStruct((3,), jnp.float64),), {})
+                return (await chain.select(inv, Wide())).tier
+
+    assert anyio.run(main, backend=real_backend) == "autotune"
+    assert made == [(False, True)]
+    assert set(seen) == {np.dtype("float64")}
+
+
 def timed_by_script(run_s):
     """Return the timing of a program whose runs take `run_s()`, and the batches it is run in."""
     program, batches = Program(Trial("scripted", spin(1), (jnp.ones(64),), {})), []
@@ -839,6 +1027,22 @@ def test_a_kernel_of_microseconds_is_run_many_times_in_a_sample():
     assert batches[0] == 1
     assert min(batches[1:]) * 1e-6 >= LEAST_SAMPLE_S
     assert len(batches) == 4
+
+
+@pytest.mark.parametrize(
+    ("tick_s", "dispatch_s", "least_s"), [(1e-9, 1e-6, LEAST_SAMPLE_S), (1e-4, 1e-6, 1e-2), (1e-9, 1e-3, 1e-2)]
+)
+def test_a_sample_is_far_above_what_the_machine_adds(monkeypatch, tick_s, dispatch_s, least_s):
+    """Runs are repeated until they take a hundred ticks of the timer and ten times what dispatching one costs."""
+    clock_info = time.get_clock_info
+    coarse = SimpleNamespace(resolution=tick_s)
+    monkeypatch.setattr(time, "get_clock_info", lambda name: coarse if name == "perf_counter" else clock_info(name))
+    monkeypatch.setattr("asel.benchmark.dispatch_overhead_s", lambda: dispatch_s)
+    sampler = anyio.run(JaxMeasure().compile, Trial("short", spin(1), (jnp.ones(64),), {}), backend=ONE_BACKEND)
+    timing, batches = sampler._timing, []
+    timing.program.run = lambda times, timer: batches.append(times) or times * 1e-4
+    assert timing.sample() == timing.sample() == pytest.approx(1e-4)
+    assert least_s <= batches[-1] * 1e-4 <= 2 * least_s
 
 
 def test_a_long_run_is_a_sample_even_the_first():
@@ -881,6 +1085,65 @@ def test_programs_that_call_the_host_are_never_aliases(real_backend):
     assert [o.alias_of for o in report.outcomes] == [None, None]
 
 
+def lowered_with(fn, objective="forward") -> str:
+    return Program(Trial("lowered", fn, (jnp.ones(3),), {}, objective=objective)).fingerprint
+
+
+def test_a_program_is_the_same_whatever_its_parts_are_called():
+    """Equal bodies under the names of different functions are one program; in another order they are two."""
+
+    def jitted(name, scale):
+        def body(x):
+            return jnp.sin(x) * scale
+
+        body.__name__ = name
+        return jax.jit(body)
+
+    def composed(first, second):
+        return lambda x: second(first(x))
+
+    one = lowered_with(composed(jitted("some", 2.0), jitted("other", 3.0)))
+    assert lowered_with(composed(jitted("any", 2.0), jitted("more", 3.0))) == one
+    assert lowered_with(composed(jitted("other", 2.0), jitted("some", 3.0))) == one
+    assert lowered_with(composed(jitted("some", 3.0), jitted("other", 2.0))) != one
+
+
+def test_programs_that_differ_in_a_name_from_outside_are_two():
+    """What a custom call calls is no part of the program, so its name tells two programs apart."""
+
+    def calls(target):
+        return lambda x: jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    assert lowered_with(calls("one")) == lowered_with(calls("one")) != lowered_with(calls("another"))
+
+
+def test_programs_that_are_timed_in_different_ways_are_two():
+    """A text is timed forward or both ways: the fingerprint says which, so that neither has the other's samples."""
+    lowered = jax.jit(spin(1)).lower(jnp.ones(3))
+    assert _fingerprint("forward", lowered) == _fingerprint("forward", lowered)
+    assert _fingerprint("forward", lowered) != _fingerprint("forward+backward", lowered)
+    assert lowered_with(spin(1)) != lowered_with(spin(1), "forward+backward")
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no"), LookupError("no"), NotImplementedError("no")], ids=repr)
+def test_what_cannot_be_differentiated_says_how_it_was_timed(error):
+    """Whatever a gradient raises, the kernel is timed forward, and its outcome says so."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    def backward(_, gradient):
+        if error is not None:
+            raise error
+        return (gradient,)
+
+    identity.defvjp(lambda x: (x, None), backward)
+    report, _ = chosen_among(ONE_BACKEND, [1, 2], lambda x, *, cfg: identity(x) * cfg, validate_backward=True)
+    assert [o.how for o in report.outcomes] == ["forward+backward" if error is None else "forward"] * 2
+    assert ("timed forward" in str(report)) == (error is not None)
+
+
 def test_what_has_no_gradient_is_timed_forward_and_whole(real_backend):
     """Without an inexact output there is no backward pass, and the forward pass must not be optimised away."""
 
@@ -893,12 +1156,33 @@ def test_what_has_no_gradient_is_timed_forward_and_whole(real_backend):
     assert report.outcomes[1].median_s > 5 * report.outcomes[0].median_s
 
 
-@pytest.mark.parametrize("needs", ["a boolean index", "an index"])
+@pytest.mark.parametrize("needs", ["a boolean index", "an index", "to wait", "no tracer"])
 def test_whatever_needs_values_is_timed_as_it_is(real_backend, needs):
-    """A kernel that indexes by value cannot be traced; it is run un-jitted, and says so."""
+    """A kernel that cannot be traced, for whatever reason, is run un-jitted, and says so."""
 
     def run(x, *, cfg):
-        return x[x > 0] * cfg if needs == "a boolean index" else x * [1.0, 2.0][jnp.int32(x[0])]
+        match needs:
+            case "a boolean index":
+                return x[x > 0] * cfg
+            case "an index":
+                return x * [1.0, 2.0][jnp.int32(x[0])]
+            case "to wait":
+                return x.block_until_ready() * cfg
+        if is_parameter(x):
+            raise LookupError("not while tracing")
+        return x * cfg
 
     report, _ = chosen_among(real_backend, [1, 2], run)
     assert [o.how for o in report.outcomes] == ["eager", "eager"]
+
+
+def test_what_raises_both_ways_has_failed_as_it_was_traced(real_backend):
+    """Un-jitted is how a kernel is timed that runs that way; where it does not, the first error is the telling one."""
+
+    def run(x, *, cfg):
+        if cfg == "broken":
+            raise LookupError("no such tile") if is_parameter(x) else ValueError("and not like this either")
+        return x + 1
+
+    report, _ = chosen_among(real_backend, ["good", "broken"], run)
+    assert report.outcomes[1] == Failed("broken", "compile", "LookupError", "no such tile")
