@@ -935,13 +935,17 @@ def guard_of_the_process():
 
 
 @pytest.mark.parametrize("guard", [lambda: jax.transfer_guard("disallow"), guard_of_the_process], ids=["own", "global"])
-@pytest.mark.parametrize("given", ["an array", "a shape", "a weak shape"])
+@pytest.mark.parametrize("given", ["an array", "a NumPy array", "a shape", "a weak shape"])
 def test_a_transfer_guard_fails_nobody(guard, given):
     """What asel itself moves, to time or to check a candidate, is not what the caller has forbidden."""
+    x = np.ones(64, np.float32)
+    ways = {"adds": "forward+backward", "eager": "eager"}
     if given == "an array":
-        x = jax.device_put(np.ones(64, np.float32))
+        x = jax.device_put(x)
+    elif given == "a NumPy array":
+        del ways["adds"]  # which cannot be called with one under this guard, by anyone
     else:
-        x = jax.ShapeDtypeStruct((64,), jnp.float32, weak_type=given == "a weak shape")
+        x = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=given == "a weak shape")
 
     def run(x, *, cfg):
         if cfg == "eager" and is_parameter(x):
@@ -951,8 +955,29 @@ def test_a_transfer_guard_fails_nobody(guard, given):
     dispatch_overhead_s.cache_clear()  # it too is found out under a guard, if this is the first tune
     with guard():
         check = {"check": lambda expected, actual: True}
-        report, _ = chosen_among(ONE_BACKEND, ["adds", "eager"], run, x, validate_backward=True, **check)
-    assert [outcome.how for outcome in report.outcomes] == ["forward+backward", "eager"]
+        report, _ = chosen_among(ONE_BACKEND, list(ways), run, x, validate_backward=True, **check)
+    assert {outcome.cfg: outcome.how for outcome in report.outcomes} == ways
+
+
+def test_outputs_come_to_the_host_whatever_is_forbidden():
+    """It is asel that wants them there: the guard is on what the kernel does, and off for what is done to check it."""
+    guards = []
+
+    class Output:
+        def __array__(self, dtype=None, copy=None):
+            guards.append(("moved", jax.config.jax_transfer_guard_device_to_host))
+            return np.ones(3)
+
+    def fn(x):
+        guards.append(("called", jax.config.jax_transfer_guard_device_to_host))
+        return Output()
+
+    x = jnp.ones(3)
+    with jax.transfer_guard("disallow"):
+        program = Program(Trial("guarded", fn, (x,), {}, settings=current_settings()))
+    guards.clear()
+    program.outputs()
+    assert guards == [("called", "disallow"), ("moved", "allow")]
 
 
 def test_shapes_become_what_the_kernel_makes_of_them(real_backend):
