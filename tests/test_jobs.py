@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import anyio
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from kernels import BEST, GUESS, Bench, Blocks, Toy, call
 
 from asel import Failed, Invocation, Measured, Skipped, Tuner, TuneReport, TuningError, kernel
 from asel.checks import OutputCheck
+from asel.jobs import TuneJob, timings_in
+from asel.keys import CacheKey
 from asel.measure import Lowered
 from asel.testing import ScriptedMeasure
 
@@ -65,6 +70,27 @@ async def test_a_priority_alone_orders_one_group():
     assert [cfg.m for cfg in bench.measure.compiled] == [1, 3]
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(("added", "compiled"), [((4,), [1]), ((3, 4), [1, 3])])
+async def test_a_success_of_then_ends_it_as_one_of_today_does(added, compiled):
+    """A group below one of which an earlier tune measured a candidate is not tried; new ones beside that are."""
+
+    class Few(Grouped):
+        candidates = (Blocks(1), Blocks(2))
+
+    class More(Grouped):
+        candidates = (*Few.candidates, *map(Blocks, added))
+
+    bench = Bench(costs=lambda cfg: {1: 0.3, 2: 0.2, 3: 0.1, 4: 0.01}[cfg.m])
+    async with bench.chain as chain:
+        await chain.choose(call(), Few())
+        bench.measure.compiled.clear()
+        report = (await chain.select(call(), More())).report
+    assert [cfg.m for cfg in bench.measure.compiled] == compiled
+    assert report.outcomes[-1] == Skipped(Blocks(4), "a group of higher priority had a success")
+    assert report.winner == (Blocks(3) if 3 in added else Blocks(2))
+
+
 # ---------------------------------------------------------------------------------------------
 # Aliases.
 
@@ -87,6 +113,39 @@ async def test_equal_programs_are_compiled_and_timed_once():
     first, _, alias = report.outcomes
     assert alias == Measured(Blocks(3), first.median_s, first.samples_s, 0.0, alias_of=Blocks(1))
     assert "same program as Blocks(m=1, n=1)" in str(report)
+
+
+@pytest.mark.anyio
+async def test_an_alias_is_told_to_its_end():
+    """A candidate that was begun and is not compiled has a closing event, which names whose program it has."""
+    bench = Bench(tuner=Tuner(1, 1, measure=Aliasing(0.1, compile_s=1.0)))
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+    told = [event for event in bench.sink.events if event.name.startswith("candidate_") and event.index == 2]
+    assert [event.name for event in told] == ["candidate_start", "candidate_skipped"]
+    assert told[1].reason == "its program is that of Blocks(m=1, n=1)"
+    assert told[0].start == told[1].start == pytest.approx(bench.sink.named("autotune_start")[0].start + 2.0)
+
+
+@pytest.mark.anyio
+async def test_an_alias_of_one_that_is_out_is_out_too():
+    """It ran as long as the program it shares, so it comes no sooner among those that could take the winner's place."""
+
+    class Paired(ScriptedMeasure):
+        async def lower(self, trial):
+            return Lowered(str(trial.cfg.m % 4), lambda: self.compile(trial))
+
+    costs = {1: 0.0010, 2: 0.0011, 3: 0.1, 4: 0.2}
+    bench = Bench(tuner=Tuner(measure=Paired(lambda cfg: costs[cfg.m])))
+
+    class Many(Toy):
+        candidates = tuple(map(Blocks, (1, 2, 3, 4, 8, 7)))
+
+    async with bench.chain as chain:
+        report = (await chain.select(call(), Many())).report
+    assert [o.alias_of for o in report.outcomes] == [None] * 4 + [Blocks(4), Blocks(3)]
+    assert [o.eliminated for o in report.outcomes] == [None, None, 1, 1, 1, 1]
+    assert [cfg.m for cfg in report.runners_up([Blocks(1)])] == [2, 3, 7, 4, 8]
 
 
 def test_programs_of_one_text_are_one_program(real_backend):
@@ -189,6 +248,136 @@ def test_the_check_is_the_users_own(real_backend, check, failed):
     assert {o.cfg for o in outcomes if isinstance(o, Failed) and o.stage == "check"} == failed
 
 
+def array(*values):
+    return np.array(values)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "wrong"),
+    [
+        ([array(1.0, 1.0), array(0.0, 0.0)], [array(1.5, 1.0), array(0.25, 3.0)], "output 1 differs by up to 3"),
+        ([array(0.0, 0.0), array(1.0, 1.0)], [array(0.25, 3.0), array(1.5, 1.0)], "output 0 differs by up to 3"),
+        ([array(1.0), array(1.0)], [array(1.0), array(np.nan)], "output 1 is nan where the other is not"),
+        ([array(5.0), array(1.0)], [array(9.0), array(np.nan)], "output 1 is nan where the other is not"),
+        (
+            [array(1.0, 1.0)],
+            [array(np.nan, 3.5)],
+            "output 0 is nan where the other is not, and differs by up to 2.5 elsewhere",
+        ),
+        ([array(1 + 1j)], [array(1 - 1j)], "output 0 differs by up to 2"),
+        ([array(3.0)], [array(3 + 4j)], "output 0 differs by up to 4"),
+        ([array(1 + 1j)], [array(1 + 1j)], None),
+        ([array(1.0)], [], "0 outputs in the place of 1"),
+        ([array(1, 2)], [array(True, True)], "output 0 differs by up to 1"),
+    ],
+)
+def test_a_check_names_the_largest_difference(expected, actual, wrong):
+    """Over all outputs and all their parts, the imaginary ones included; a nan is worse than any number."""
+    assert OutputCheck()(expected, actual) == wrong
+
+
+@pytest.mark.parametrize(
+    ("check", "off", "passes"),
+    [
+        (OutputCheck(rtol=0.0, atol=0.5), 0.4, True),
+        (OutputCheck(rtol=0.0, atol=0.5), 0.6, False),
+        (OutputCheck(rtol=0.5, atol=0.0), 4.0, True),
+        (OutputCheck(rtol=0.5, atol=0.0), 6.0, False),
+        (OutputCheck(rtol=0.0, atol=0.0), 1e-9, False),
+    ],
+)
+def test_both_tolerances_are_honoured(check, off, passes):
+    """What is allowed is a part of the value, and so much beside it."""
+    assert (check([array(10.0)], [array(10.0 + off)]) is None) is passes
+
+
+def checked_among(backend, configs, run, *args, check=True, **allow):
+    """Tune real candidates whose outputs are checked; return the outcomes."""
+
+    async def main():
+        op = kernel(op_id="checked", configs=configs, heuristic=configs[0])(run)
+        async with Bench(tuner=Tuner(0, 1, check=check), allow=allow).chain as chain:
+            return (await chain.select(Invocation("checked", args, {}), op)).report.outcomes
+
+    return anyio.run(main, backend=backend)
+
+
+def test_what_is_compared_is_what_a_forward_run_returns(real_backend):
+    """Whatever is timed, the outputs that are checked are the kernel's own: neither its loss nor its gradients."""
+    seen = []
+
+    def check(expected, actual):
+        seen.append([output.tolist() for output in actual])
+        return True
+
+    def run(x, *, cfg):
+        return {"doubled": x * cfg, "order": jnp.argsort(x)}
+
+    outcomes = checked_among(real_backend, [2.0, 3.0], run, jnp.arange(2.0), check=check, validate_backward=True)
+    assert [o.how for o in outcomes] == ["forward+backward"] * 2
+    assert seen == [[[0.0, 3.0], [0, 1]]]
+
+
+def test_random_keys_can_be_checked(real_backend):
+    """A PRNG key among the outputs is compared by its data."""
+
+    def run(key, *, cfg):
+        return jax.random.fold_in(key, 1 if cfg == "wrong" else 0), jnp.float32(0 if cfg == "first" else 1e-7)
+
+    first, same, wrong = checked_among(real_backend, ["first", "same", "wrong"], run, jax.random.key(0))
+    assert [type(first), type(same)] == [Measured, Measured]
+    assert (wrong.stage, wrong.error_type) == ("check", "OutputMismatch")
+    assert wrong.message.startswith("output 0 differs by up to ")
+
+
+class Computing(ScriptedMeasure):
+    """A scripted measure whose candidates compute something: "wrong" ones something else."""
+
+    async def compile(self, trial):
+        sample = await super().compile(trial)
+
+        async def outputs():
+            return [np.array(float("wrong" in trial.cfg))]
+
+        sample.outputs = outputs
+        return sample
+
+
+def job_of(*candidates, **facts) -> TuneJob:
+    return TuneJob(candidates, lambda cfg: lambda: cfg, (), {}, **facts)
+
+
+def test_outputs_are_compared_off_the_loop(real_backend):
+    """Large outputs take their time to compare, and the event loop is not to wait for it."""
+    threads = []
+
+    def check(expected, actual):
+        threads.append(threading.current_thread())
+        return True
+
+    anyio.run(Tuner(measure=Computing(), check=check).tune, job_of("a", "b"), backend=real_backend)
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
+
+
+def test_a_comparison_that_hangs_is_one_outcome(real_backend):
+    """After the candidate's timeout it has failed its check; the others are measured, and its thread is named."""
+    release = threading.Event()
+
+    def check(expected, actual):
+        return release.wait(10) if actual[0] else True
+
+    job = job_of("a", "wrong", "c", candidate_timeout_s=0.2)
+    try:
+        report = anyio.run(Tuner(measure=Computing(), check=check).tune, job, backend=real_backend)
+    finally:
+        release.set()
+    assert [type(o) for o in report.outcomes] == [Measured, Failed, Measured]
+    assert (report.outcomes[1].stage, report.outcomes[1].error_type) == ("check", "TimeoutError")
+    assert "took longer than 0.2 s" in report.outcomes[1].message
+    assert [busy.what for busy in job.left_behind] == ["comparing the outputs of 'wrong'"]
+
+
 # ---------------------------------------------------------------------------------------------
 # Reused timings.
 
@@ -255,6 +444,54 @@ async def test_old_timings_of_another_way_are_reported_and_cannot_win():
 
 
 @pytest.mark.anyio
+async def test_old_timings_of_another_way_than_the_incumbents_are_taken_anew():
+    """What was timed forward is nothing to hold against an incumbent that was timed both ways: it is compiled again."""
+    measure = Mixed(lambda cfg: {1: 0.3, 2: 0.2, 3: 0.01, 4: 0.25}[cfg.m])
+    bench = Bench(tuner=Tuner(measure=measure), allow={"validate_backward": True})
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == Blocks(2)
+        measure.compiled.clear()
+        report = (await chain.select(call(), Wider())).report
+    assert [cfg.m for cfg in measure.compiled] == [1, 3, 4]
+    assert [o.reused for o in report.outcomes] == [False, True, False, False]
+    assert report.winner == Blocks(2)
+
+
+@pytest.mark.parametrize(
+    ("objective", "software", "found"),
+    [
+        ("forward", {"jax": "1"}, [0, 2]),
+        ("forward+backward", {"jax": "1"}, []),
+        ("forward", {"jax": "2"}, []),
+    ],
+)
+def test_timings_of_another_objective_are_not_reused(objective, software, found):
+    """Nor are those of other software; of the same, those of the candidates that are still there."""
+    outcomes = (
+        Measured("a", 0.1, (0.1,), 0.0),
+        Failed("b", "compile", "ValueError", "no"),
+        Measured("c", 0.2, (), 0.0),
+    )
+    report = TuneReport(CacheKey("", "", ""), "a", outcomes, 1.0, {"jax": "1"}, objective="forward")
+    timings = timings_in([report], ["c", "b", "a", "new"], objective, software)
+    assert {index: timing.cfg for index, timing in timings.items()} == {i: "cba"[i] for i in found}
+
+
+@pytest.mark.parametrize("check", [None, True])
+def test_with_a_check_nothing_wins_by_an_old_timing(real_backend, check):
+    """Nobody knows what an old winner computed, so all are compiled and checked; without a check it wins as it did."""
+    known = {0: Measured("a", 0.003, (0.003,), 0.0), 1: Measured("wrong", 0.001, (0.001,), 0.0)}
+    measure = Computing({"a": 0.003, "wrong": 0.001, "c": 0.002})
+    job = job_of("a", "wrong", "c", incumbent=0, known=known)
+    report = anyio.run(Tuner(measure=measure, check=check).tune, job, backend=real_backend)
+    if check is None:
+        assert (report.winner, measure.compiled) == ("wrong", ["a", "c"])
+    else:
+        assert (report.winner, measure.compiled) == ("c", ["a", "wrong", "c"])
+        assert report.outcomes[1].error_type == "OutputMismatch"
+
+
+@pytest.mark.anyio
 async def test_a_retune_measures_everything_again():
     """On purpose means on purpose."""
     bench = Bench()
@@ -308,6 +545,78 @@ async def test_eliminations_and_aliases_survive_json():
     first = report.outcomes[0]
     assert (len(first.samples_s), first.measure_s) == (3, pytest.approx(0.4)), "with the warm-up"
     assert set(report.environment) >= {"jax", "jaxlib"}
+
+
+@pytest.mark.anyio
+async def test_who_was_out_and_who_was_timed_earlier_is_in_the_table_and_in_json():
+    """An elimination of then and one of today read alike; only the earlier timing says that it is one."""
+    costs = {1: 0.0010, 2: 0.0011, 3: 0.1, 4: 0.2, 5: 0.0012, 6: 0.3}
+    bench = Bench(tuner=Tuner(measure=ScriptedMeasure(lambda cfg: costs[cfg.m])))
+
+    class Widest(Wider):
+        candidates = (*Wider.candidates, Blocks(5), Blocks(6))
+
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        report = (await chain.select(call(), Widest())).report
+    assert [(o.eliminated, o.reused) for o in report.outcomes] == [
+        (None, False),
+        (None, True),
+        (1, True),
+        (1, False),
+        (None, False),
+        (1, False),
+    ]
+    assert TuneReport.from_json(report.to_json(), load=lambda value: Blocks(**value)) == report
+    marks = {int(line.split("m=")[1][0]): line.split("\u2588")[-1].strip() for line in str(report).splitlines()[1:]}
+    assert marks == {
+        1: "winner, incumbent",
+        2: "timed earlier",
+        3: "out in round 1, timed earlier",
+        4: "out in round 1",
+        5: "",
+        6: "out in round 1",
+    }
+
+
+class Lowering(ScriptedMeasure):
+    """A measure that lowers for two seconds, and takes four more for a sample than it says."""
+
+    async def lower(self, trial):
+        await anyio.sleep(2.0)
+        return Lowered(None, lambda: self.compile(trial))
+
+    async def compile(self, trial):
+        sample = await super().compile(trial)
+
+        async def repeated() -> float:
+            await anyio.sleep(4.0)
+            return await sample()
+
+        return repeated
+
+
+@pytest.mark.anyio
+async def test_a_report_tells_what_compiling_and_measuring_took():
+    """`compile_s` is with lowering; `measure_s` is with warm-ups, and with all that went into a sample."""
+    tuner = Tuner(2, 1, measure=Lowering(1.0, compile_s=3.0), strategy="exhaustive")
+    bench = Bench(tuner=tuner, allow={"candidate_timeout_s": 60.0})
+    async with bench.chain as chain:
+        report = (await chain.select(call(), Toy())).report
+    assert [o.compile_s for o in report.outcomes] == pytest.approx([5.0] * 3)
+    assert [o.measure_s for o in report.outcomes] == pytest.approx([15.0] * 3)
+    assert [o.samples_s for o in report.outcomes] == [(1.0,)] * 3
+
+
+@pytest.mark.anyio
+async def test_the_headline_says_where_the_incumbent_was_not_measured():
+    """There is no margin over what failed."""
+    bench = Bench(script={"run_errors": {GUESS: ValueError("no tile")}})
+    async with bench.chain as chain:
+        report = (await chain.select(call(), Toy())).report
+    [headline, *_] = str(report).splitlines()
+    assert headline.startswith("toy@v1: Blocks(m=3, n=1) wins over Blocks(m=1, n=1), which was not measured, ")
+    assert report.margin == 0
 
 
 class Mixed(ScriptedMeasure):
