@@ -162,6 +162,16 @@ def test_what_is_cut_short_makes_do_with_long_warm_ups():
     assert board.winner() == 1
 
 
+def test_where_nobody_has_a_sample_any_warm_up_counts():
+    """Short ones too, the last of each, and however many there should have been: they are all there is."""
+    board = Board([0, 1, 2], incumbent=0, warmup=5)
+    for index, seconds in ((0, 9e-3), (0, 2e-3), (1, 1e-3)):
+        board.record(index, seconds)
+    board.make_do()
+    assert board.samples == {0: [2e-3], 1: [1e-3]}
+    assert board.winner() == 1
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_what_slows_a_whole_round_slows_nobody(seed):
     """Rounds take up to three times as long as others: what is 4% slower is still told from what is not."""

@@ -32,7 +32,7 @@ from asel.adapters import as_tuner
 from asel.benchmark import JaxMeasure
 from asel.jobs import TuneJob
 from asel.keys import CacheKey, call_key
-from asel.measure import Trial
+from asel.measure import Lowered, Trial
 from asel.testing import RecordingSink, ScriptedMeasure
 
 
@@ -351,6 +351,30 @@ async def test_the_timeout_is_for_one_sample():
     assert report.winner == "a"
 
 
+class TwoSteps(ScriptedMeasure):
+    """A measure that lowers for five seconds before it compiles."""
+
+    async def lower(self, trial):
+        await anyio.sleep(5.0)
+        return Lowered(None, partial(self.compile, trial))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("timeout_s", "made"), [(7.0, False), (11.0, True)])
+async def test_the_timeout_is_for_lowering_and_compiling_together(timeout_s, made):
+    """A candidate has one timeout to be made ready in, in however many steps; it fails when that is over."""
+    sink = RecordingSink()
+    job = job_of("slow", "b", emit=sink.emit, candidate_timeout_s=timeout_s)
+    measure = TwoSteps(0.1, compile_s={"slow": 5.0, "b": 0.0})
+    start = anyio.current_time()
+    report = await Tuner(0, 1, measure=measure, strategy="exhaustive").tune(job)
+    assert kinds(report.outcomes) == [Measured if made else Failed, Measured]
+    if not made:
+        assert report.outcomes[0] == Failed("slow", "compile", "TimeoutError", "took longer than 7 s")
+        [failed] = sink.named("candidate_failed")
+        assert failed.end - start == pytest.approx(7.0)
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("seconds", [math.nan, -1.0, -math.inf, math.inf])
 async def test_what_is_not_a_duration_is_a_failure(seconds):
@@ -476,6 +500,39 @@ async def test_a_spent_budget_and_a_first_candidate_that_fails_end_all_the_same(
     job = job_of("a", "b", "c", incumbent=0, tune_budget_s=2.5)
     report = await Tuner(measure=measure, strategy=strategy).tune(job)
     assert report.winner in ("b", "c")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("strategy", ["race", "exhaustive"])
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+async def test_a_spent_budget_gives_the_first_candidate_one_run(strategy, warmup):
+    """Whatever `warmup` asks for: where nobody has a sample any run counts, and one is enough for an answer."""
+    measure = ScriptedMeasure(20.0, compile_s=5.0)
+    start = anyio.current_time()
+    job = job_of("a", "b", tune_budget_s=4.0, candidate_timeout_s=30.0)
+    report = await Tuner(warmup, 3, measure=measure, strategy=strategy).tune(job)
+    assert anyio.current_time() - start == pytest.approx(25.0)
+    assert (measure.compiled, measure.sampled) == (["a"], ["a"])
+    assert (report.winner, report.best.samples_s) == ("a", (20.0,))
+    assert report.outcomes[1] == Skipped("b", "the tune's budget of 4 s was spent")
+
+
+@pytest.mark.anyio
+async def test_making_example_inputs_counts_towards_the_budget(monkeypatch):
+    """They are made for this tune alone; and one candidate is tried all the same, whatever they took."""
+
+    async def in_no_thread(what, work, **facts):  # for a virtual clock jumps while a thread works
+        await anyio.sleep(5.0)
+        return work()
+
+    monkeypatch.setattr("asel.tuner.run_in_thread", in_no_thread)
+    tuner, measure = tuner_of(0.5, compile_s=1.0)
+    job = job_of("a", "b", "c", tune_budget_s=4.0, example=lambda: ((1,), {"x": 2}))
+    report = await tuner.tune(job)
+    assert (job.args, job.kwargs) == ((1,), {"x": 2})
+    assert job.spent_s == pytest.approx(5.0 + 1.0 + 0.5)
+    assert measure.compiled == ["a"]
+    assert kinds(report.outcomes) == [Measured, Skipped, Skipped]
 
 
 @pytest.mark.anyio
