@@ -667,7 +667,7 @@ def test_a_candidate_that_cannot_be_built_is_one_outcome(real_backend, trouble, 
             release.wait(PATIENCE_S)
         return lambda x: x
 
-    job = TuneJob((trouble, "good"), make_fn, (jnp.ones(3),), {}, candidate_timeout_s=0.2 if trouble == "hangs" else 9)
+    job = TuneJob((trouble, "good"), make_fn, (jnp.ones(3),), {}, candidate_timeout_s=0.5 if trouble == "hangs" else 9)
     try:
         report = anyio.run(Tuner(0, 1).tune, job, backend=real_backend)
     finally:
