@@ -121,9 +121,9 @@ class TuneJob(Generic[Cfg]):
         self.tell(CandidateFailed, index, start, **facts, **self.times(index))
         self.outcomes[index] = failed
 
-    def note_left_behind(self, trial: Trial[Any]) -> None:
+    def note_left_behind(self, threads: Iterable[Busy]) -> None:
         """Remember the threads a candidate has left, so that a closing chain can name them."""
-        self.left_behind += [thread for thread in trial.left_behind if thread not in self.left_behind]
+        self.left_behind += [thread for thread in threads if thread not in self.left_behind]
 
     def compare(self, outputs: list[Any], check: Check) -> None:
         """Take the first outputs for right, and hold all others against them.

@@ -29,7 +29,7 @@ from asel.measure import Measure, lower
 from asel.outcomes import Failed, Stage, TuneReport
 from asel.processes import ProcessMeasure
 from asel.strategies import Drop, Exhaustive, Race, Sample, Step, Strategy
-from asel.threads import leave_to_thread, run_in_thread
+from asel.threads import Busy, leave_to_thread, run_in_thread
 
 __all__ = ["Tuner"]
 
@@ -203,7 +203,7 @@ class Tuner(Generic[Cfg]):
         else:
             job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
         finally:
-            job.note_left_behind(trial)
+            job.note_left_behind(trial.left_behind)
 
     # Checking.
 
@@ -218,6 +218,7 @@ class Tuner(Generic[Cfg]):
                 job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent before it was checked")
                 job.let_out(index)
                 continue
+            comparing: list[Busy] = []
             try:
                 async with self._at_work(job, index):
                     with _step(job, index, "check"):
@@ -225,16 +226,16 @@ class Tuner(Generic[Cfg]):
                 with _step(job, index, "check"):  # which is the host's business, and may take as long
                     compare = partial(job.compare, outputs, self._check)
                     what = f"comparing the outputs of {job.candidates[index]!r}"
-                    await run_in_thread(what, compare, grace_s=job.grace_s, left_behind=job.left_behind)
+                    await run_in_thread(what, compare, grace_s=job.grace_s, left_behind=comparing)
                 job.checked.add(index)
             except LaneStuck:
                 job.skip(index, f"{_STUCK}, so it was not checked")
                 job.let_out(index)
             except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
-                job.fail(index, runner.started, "check", error, runner.trial.left_behind)
+                job.fail(index, runner.started, "check", error, [*runner.trial.left_behind, *comparing])
                 job.let_out(index)
             finally:
-                job.note_left_behind(runner.trial)
+                job.note_left_behind([*runner.trial.left_behind, *comparing])
 
     # Sampling.
 
@@ -294,7 +295,7 @@ class Tuner(Generic[Cfg]):
             job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
             job.let_out(index)
         finally:
-            job.note_left_behind(runner.trial)
+            job.note_left_behind(runner.trial.left_behind)
 
     @asynccontextmanager
     async def _at_work(self, job: TuneJob[Cfg], index: int) -> AsyncIterator[None]:
