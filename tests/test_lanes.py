@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from functools import partial
+from contextlib import suppress
 
 import anyio
 import numpy as np
@@ -252,6 +253,46 @@ def test_a_lane_is_free_if_its_thread_came_back_before_its_holder_left(real_back
     anyio.run(main, backend=real_backend)
 
 
+class Left:
+    """A thread that was left behind, in virtual time: it comes back when its hour has come."""
+
+    def __init__(self, tasks, back_at: float) -> None:
+        self._tasks, self._back_at = tasks, back_at
+
+    @property
+    def alive(self) -> bool:
+        return anyio.current_time() < self._back_at
+
+    def when_done(self, callback) -> None:
+        self._tasks.start_soon(self._tell, callback)
+
+    async def _tell(self, callback) -> None:
+        await anyio.sleep(self._back_at - anyio.current_time())
+        callback()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("end", ["timed out", "cancelled"])
+@pytest.mark.parametrize("back_s", [3, 100])
+async def test_a_lane_is_stuck_at_once_after_a_timeout_and_else_when_patience_ends(end, back_s):
+    """Who took too long may never come back; who was cancelled is waited for until it has had its time."""
+    lane, start = Lane(), anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        with anyio.move_on_after(1 if end == "cancelled" else 100), suppress(TimeoutError):
+            async with lane.held([Left(tasks, start + back_s)], patience_s=5):
+                with anyio.fail_after(1 if end == "timed out" else 100):
+                    await anyio.sleep_forever()
+        try:
+            async with lane.held([]):
+                found = "free"
+        except LaneStuck:
+            found = "stuck"
+        seen = (found, anyio.current_time() - start)
+        tasks.cancel_scope.cancel()
+    expected = ("stuck", 1) if end == "timed out" else ("free", 3) if back_s == 3 else ("stuck", 5)
+    assert seen == (expected[0], pytest.approx(expected[1]))
+
+
 # ---------------------------------------------------------------------------------------------
 # What a tuner makes of it.
 
@@ -418,18 +459,20 @@ def test_a_thread_left_behind_by_a_cancelled_tune_is_known_to_its_job(real_backe
     anyio.run(main, backend=real_backend)
 
 
-def test_who_comes_after_a_cancelled_tune_waits_for_its_thread(real_backend):
+@pytest.mark.parametrize("who", ["the same job", "another tune"])
+def test_who_comes_after_a_cancelled_tune_waits_for_its_thread(real_backend, who):
     """Nothing hangs as long as its timeout is not over: the next tune has its turn when the thread is back."""
 
     async def main():
         measure = HangingMeasure("hangs", "measure")
         with measure.stuck:
-            job = job_of("hangs")
-            await cancel_once_it_hangs(measure, Tuner(warmup=0, iters=1, measure=measure).tune, job)
+            job = job_of("hangs", "late")
+            tuner = Tuner(warmup=0, iters=1, measure=measure, strategy="exhaustive")
+            await cancel_once_it_hangs(measure, tuner.tune, job)
             reports = []
 
             async def tune_next() -> None:
-                reports.append(await Tuner(warmup=0, iters=1, measure=measure).tune(job_of("one", "other")))
+                reports.append(await tuner.tune(job if who == "the same job" else job_of("one", "other")))
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(tune_next)

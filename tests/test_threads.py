@@ -404,6 +404,61 @@ def test_a_thread_that_is_killed_leaves_its_next_step_to_another(real_backend, m
     assert [hook.exc_type for hook in ended] == [KeyboardInterrupt]
 
 
+def _striking(method):
+    """Return a method that is struck by an exception from outside, the first time it is called."""
+    blows = [KeyboardInterrupt]
+
+    def struck(self):
+        if blows:
+            raise blows.pop()
+        return method(self)
+
+    return struck
+
+
+@pytest.mark.parametrize(("owner", "moment"), [(_Step, "run"), (threads._Worker, "_rest"), (_Step, "tell")])
+def test_a_thread_that_is_killed_at_its_step_tells_all_the_same(real_backend, monkeypatch, owner, moment):
+    """Whoever waits gets the result where there is one, and else an error; the thread is gone from the crew."""
+    crew, ended = _Crew(), []
+    monkeypatch.setattr(threads, "_crew", crew)
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    monkeypatch.setattr(owner, moment, _striking(getattr(owner, moment)))
+
+    async def main():
+        with anyio.fail_after(PATIENCE_S):
+            if moment == "run":
+                with pytest.raises(RuntimeError, match="its thread was killed"):
+                    await run_in_thread("one", lambda: 1)
+            else:
+                assert await run_in_thread("one", lambda: 1) == 1
+            assert await run_in_thread("two", lambda: 2) == 2
+
+    anyio.run(main, backend=real_backend)
+    assert [hook.exc_type for hook in ended] == [KeyboardInterrupt]
+    ended[0].thread.join(PATIENCE_S)
+    assert all(worker._thread is not ended[0].thread for worker in (*crew.busy, *crew.idle))
+
+
+def test_a_thread_that_was_left_behind_and_is_killed_is_over(real_backend, monkeypatch):
+    """A device is not stuck for good because the thread that was left there was killed between its step and telling."""
+    ended = []
+    monkeypatch.setattr(threads, "_crew", _Crew())
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    monkeypatch.setattr(threads._Worker, "_rest", _striking(threads._Worker._rest))
+
+    async def main():
+        with Gate() as gate, anyio.fail_after(PATIENCE_S):
+            left_behind, back = [], anyio.Event()
+            await leave_behind(gate, left_behind)
+            left_behind[0].when_done(back.set)
+            gate.open()
+            await back.wait()
+            assert not left_behind[0].alive
+
+    anyio.run(main, backend=real_backend)
+    assert [hook.exc_type for hook in ended] == [KeyboardInterrupt]
+
+
 def test_a_thread_whose_loop_cannot_be_told_goes_on(real_backend, monkeypatch, caplog):
     """Whatever goes wrong in telling one loop is logged, and the thread is there for the next step."""
     post = LoopHandle.post

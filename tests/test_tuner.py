@@ -13,6 +13,7 @@ from functools import partial
 import anyio
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from kernels import A100, BEST, GUESS, H100, Bench, Blocks, NoHeuristic, Toy, call
 
@@ -152,6 +153,19 @@ async def test_other_ties_go_to_declared_order(facts):
     """Among equals that are not the incumbent, the one declared first wins, so that a tie has one answer."""
     report = await tune({"slow": 0.5, "b": 0.1, "c": 0.1, "d": 0.1}, job=job_of("slow", "b", "c", "d", **facts))
     assert report.winner == "b"
+
+
+@pytest.mark.anyio
+async def test_a_tuners_seed_is_its_races():
+    """The order in which candidates are sampled is the seed's: the same again with the same, another with another."""
+
+    async def order(seed) -> tuple[int, ...]:
+        measure = ScriptedMeasure()
+        await Tuner(warmup=0, measure=measure, seed=seed).tune(job_of(*range(8)))
+        return tuple(measure.sampled)
+
+    assert await order(1) == await order(1)
+    assert len({(await order(seed))[:8] for seed in range(5)}) == 5
 
 
 @pytest.mark.anyio
@@ -493,6 +507,62 @@ async def test_a_tune_is_no_longer_than_its_budget(stage):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(("cores", "compiled"), [(2, ["a"]), (8, ["a", "b", "c"])])
+async def test_once_the_budget_is_spent_nothing_more_is_compiled(cores, compiled, monkeypatch):
+    """What is under way ends; what still waits for its turn to compile is skipped, and takes no time."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    tuner, measure = tuner_of(0.0, compile_s=3.0)
+    report = await tuner.tune(job_of("a", "b", "c", "d", "e", tune_budget_s=2.0))
+    assert sorted(measure.compiled) == compiled
+    assert report.seconds == pytest.approx(3.0)
+    assert report.outcomes[3:] == tuple(Skipped(cfg, "the tune's budget of 2 s was spent") for cfg in "de")
+
+
+class Checked(ScriptedMeasure):
+    """A measure whose candidates take a second to show their outputs, and all compute the same."""
+
+    def __init__(self, *args, **script) -> None:
+        super().__init__(*args, **script)
+        self.checked = []
+
+    async def compile(self, trial):
+        sample = await super().compile(trial)
+
+        async def outputs():
+            self.checked.append(trial.cfg)
+            await anyio.sleep(1.0)
+            return [np.ones(2)]
+
+        sample.outputs = outputs
+        return sample
+
+
+@pytest.fixture
+def _no_threads(monkeypatch):
+    """A virtual clock would jump while a thread compares outputs."""
+
+    async def at_once(what, work, **options):
+        return work()
+
+    monkeypatch.setattr("asel.tuner.run_in_thread", at_once)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("_no_threads")
+@pytest.mark.parametrize(("budget_s", "checked"), [(1.5, ["b", "a"]), (0.5, ["b"])])
+async def test_once_the_budget_is_spent_nothing_more_is_checked(budget_s, checked):
+    """The incumbent is, whatever is left; those whose outputs nobody has seen are skipped, and cannot win."""
+    measure = Checked(0.1)
+    job = job_of("a", "b", "c", "d", incumbent=1, tune_budget_s=budget_s)
+    report = await Tuner(0, 1, measure=measure, strategy="exhaustive", check=True).tune(job)
+    assert measure.checked == checked
+    assert report.winner == "b"
+    assert report.seconds == pytest.approx(len(checked) + 0.1)
+    unseen = f"the tune's budget of {budget_s:g} s was spent before it was checked"
+    assert report.outcomes[2:] == (Skipped("c", unseen), Skipped("d", unseen))
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("strategy", ["race", "exhaustive"])
 async def test_a_spent_budget_and_a_first_candidate_that_fails_end_all_the_same(strategy):
     """Until something is measured one candidate goes on, whatever the budget says: where it fails, the next."""
@@ -650,6 +720,23 @@ async def test_what_a_cancelled_carrier_spent_stays_spent():
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("_no_threads")
+async def test_a_job_called_again_past_its_budget_answers_with_what_was_measured():
+    """What was checked stays checked: those that were measured before the carrier was cancelled are not lost."""
+    measure = Checked({"a": 1.0, "b": 0.9, "c": 10.0})
+    tuner = Tuner(0, 1, measure=measure, strategy="exhaustive", check=True)
+    job = job_of("a", "b", "c", tune_budget_s=5.0)
+    with anyio.move_on_after(5.5) as scope:
+        await tuner.tune(job)
+    assert scope.cancelled_caught
+    assert job.is_broke
+    report = await tuner.tune(job)
+    assert report.winner == "b"
+    assert kinds(report.outcomes) == [Measured, Measured, Skipped]
+    assert measure.checked == ["a", "b", "c"]
+
+
+@pytest.mark.anyio
 async def test_a_finished_job_is_not_measured_again():
     """Calling with a job that has all its outcomes only reports."""
     tuner, measure = tuner_of({"a": 1.0, "b": 2.0})
@@ -668,19 +755,20 @@ async def test_a_finished_job_is_not_measured_again():
 class Watched:
     """A measure whose every step takes a second, and which sees how many run at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, compile_s: float = 1.0) -> None:
+        self._compile_s = compile_s
         self._now: Counter = Counter()
         self.most: Counter = Counter()
 
-    async def _step(self, *places) -> None:
+    async def _step(self, *places, seconds: float = 1.0) -> None:
         self._now.update(places)
         for place in places:
             self.most[place] = max(self.most[place], self._now[place])
-        await anyio.sleep(1)
+        await anyio.sleep(seconds)
         self._now.subtract(places)
 
     async def compile(self, trial):
-        await self._step("compiling")
+        await self._step("compiling", seconds=self._compile_s)
 
         async def sample() -> float:
             await self._step("sampling", trial.device)
@@ -742,6 +830,28 @@ async def test_compiling_keeps_to_its_slots(cores, slots, monkeypatch):
         for device in range(8):
             tasks.start_soon(Tuner(warmup=0, iters=1, measure=measure).tune, job_of("a", "b", device=device))
     assert measure.most["compiling"] == slots
+
+
+class Lowering(Watched):
+    """One that lowers, too."""
+
+    async def lower(self, trial):
+        await self._step("lowering")
+        return Lowered(None, partial(self.compile, trial))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("tunes", [1, 2])
+async def test_one_candidate_is_lowered_at_a_time(tunes, monkeypatch):
+    """Lowering holds the interpreter: whoever's tunes they are and however many may compile at once, one lowers."""
+    monkeypatch.setattr("os.cpu_count", lambda: 16)  # seven compile slots
+    measure = Lowering(compile_s=2.5)
+    async with anyio.create_task_group() as tasks:
+        for device in range(tunes):
+            job = job_of("a", "b", "c", "d", device=device)
+            tasks.start_soon(Tuner(warmup=0, iters=1, measure=measure).tune, job)
+    assert measure.most["lowering"] == 1
+    assert measure.most["compiling"] > 1, "compiling does not wait for it"
 
 
 # ---------------------------------------------------------------------------------------------
