@@ -39,6 +39,9 @@ class Hostile(Kernel):
                 ctypes.string_at(0)
             case "spin":
                 _spin(None)
+            case "say who, and spin":
+                print(os.getpid(), flush=True)
+                _spin(None)
             case "raise":
                 raise ZeroDivisionError("on purpose")
             case "exit while running":
@@ -54,7 +57,11 @@ class Hostile(Kernel):
             case "print":
                 print("noise between the answers", flush=True)
                 sys.stdout.write("more")
-            case "fast":
+            case "garbage":
+                return object()
+            case "wrong":
+                return x + 3
+            case "fast" | "fast too":
                 return x + 1
         return jax.lax.fori_loop(0, 3000, lambda i, y: jnp.sin(y), x) * 0 + x + 1
 

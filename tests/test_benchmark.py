@@ -859,18 +859,13 @@ def test_a_candidate_that_hangs_is_abandoned_on_time(real_backend):
 
 
 def test_a_candidate_that_hangs_as_it_runs_leaves_those_before_it(real_backend):
-    """Its thread keeps the device, so the rest are not tried; the answer comes from what was measured by then."""
-    release = threading.Event()
-
-    def run(x, *, cfg):
-        if cfg == "hangs":
-            return jax.pure_callback(lambda value: release.wait(PATIENCE_S) and value, x, x)
-        return x + cfg
-
-    try:
-        report, sink = chosen_among(real_backend, [1, "hangs", 2, 3, 4, 5], run, candidate_timeout_s=0.5)
-    finally:
-        release.set()
+    """Its thread keeps the device, so the rest are not tried; the answer comes, on time, from what was measured."""
+    took_s = []
+    while len(took_s) < 3 and min(took_s, default=9) >= 0.7:  # on a busy machine, the best of three
+        report, sink = hung_as_it_runs(real_backend, threading.Event())
+        (start,), (finish,) = sink.named("autotune_start"), sink.named("autotune_finish")
+        took_s.append(finish.end - start.start)
+    assert 0.5 <= min(took_s) < 0.7
     outcomes = {outcome.cfg: outcome for outcome in report.outcomes}
     assert (outcomes["hangs"].stage, outcomes["hangs"].error_type) == ("measure", "TimeoutError")
     assert isinstance(outcomes[1], Measured), "the incumbent goes first"
@@ -878,6 +873,49 @@ def test_a_candidate_that_hangs_as_it_runs_leaves_those_before_it(real_backend):
     untried = {outcome.reason for outcome in report.outcomes if isinstance(outcome, Skipped)}
     assert untried <= {"an abandoned candidate still occupies the device"}
     assert sink.named("candidate_failed")[0].still_busy
+
+
+def hung_as_it_runs(backend, release):
+    def run(x, *, cfg):
+        if cfg == "hangs":
+            return jax.pure_callback(lambda value: release.wait(4) and value, x, x)
+        return x + cfg
+
+    try:
+        return chosen_among(backend, [1, "hangs", 2, 3], run, candidate_timeout_s=0.5)
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("who", ["the same job", "another tune"])
+def test_after_a_tune_was_cancelled_in_the_middle_of_a_sample_all_are_measured(real_backend, who):
+    """Its thread is back in a moment, and is waited for: nobody is skipped as if it had hung."""
+    running, cancelled = threading.Event(), threading.Event()
+
+    def make_fn(cfg):
+        def work(value):
+            running.set()
+            assert cancelled.wait(PATIENCE_S)
+            time.sleep(0.05)
+            return value
+
+        return lambda x: jax.pure_callback(work, x, x)
+
+    def job() -> TuneJob:
+        return TuneJob((1, 2, 3), make_fn, (jnp.ones(3),), {}, device=jax.devices()[0])
+
+    async def main():
+        first, tuner = job(), Tuner(warmup=0, iters=1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tuner.tune, first)
+            assert await anyio.to_thread.run_sync(running.wait, PATIENCE_S)
+            tasks.cancel_scope.cancel()
+        assert [busy.alive for busy in first.left_behind] == [True]
+        cancelled.set()
+        return await tuner.tune(first if who == "the same job" else job())
+
+    report = anyio.run(main, backend=real_backend)
+    assert [type(o) for o in report.outcomes] == [Measured] * 3, report.outcomes
 
 
 @pytest.mark.parametrize("check", [None, True])
@@ -1211,3 +1249,47 @@ def test_what_raises_both_ways_has_failed_as_it_was_traced(real_backend):
 
     report, _ = chosen_among(real_backend, ["good", "broken"], run)
     assert report.outcomes[1] == Failed("broken", "compile", "LookupError", "no such tile")
+
+
+class Garbage:
+    """An object that is no array, does not compare, and cannot be pickled."""
+
+    __eq__ = None
+
+    def __reduce__(self):
+        raise TypeError("not me")
+
+
+def nested(leaf, depth, width=1):
+    for _ in range(depth):
+        leaf = {number: [leaf] for number in range(width)}
+    return leaf
+
+
+GARBAGE = {
+    "a string": lambda x: "garbage",
+    "nothing": lambda x: None,
+    "an object": lambda x: Garbage(),
+    "objects": lambda x: np.array([Garbage()] * 8, dtype=object),
+    "arrays and objects": lambda x: (x, Garbage(), "text", b"bytes", {1, 2}),
+    "a function": lambda x: print,
+    "a wide structure": lambda x: nested(x, 2, 20),
+    "a deep structure": lambda x: nested(x, 200),
+}
+
+
+@pytest.mark.parametrize("real_backend", [ONE_BACKEND])
+@pytest.mark.parametrize(("objective", "check"), [("forward", None), ("forward", True), ("forward+backward", None)])
+def test_whatever_a_kernel_returns_costs_one_outcome_at_most(real_backend, objective, check):
+    """What is no array is timed as it is, or fails; the others are measured, and a check keeps it from winning."""
+    make_fn = {"good": lambda x: x + 1, **GARBAGE, "late": lambda x: x + 1 + 0 * x}.__getitem__
+    cfgs = ("good", *GARBAGE, "late")
+    job = TuneJob(cfgs, make_fn, (jnp.ones(8),), {}, incumbent=0, objective=objective)
+    report = anyio.run(Tuner(0, 1, check=check).tune, job, backend=real_backend)
+    outcomes = {outcome.cfg: outcome for outcome in report.outcomes}
+    assert isinstance(outcomes["good"], Measured)
+    assert isinstance(outcomes["late"], Measured)
+    assert {type(outcome) for outcome in report.outcomes} <= {Measured, Failed}
+    if check:
+        assert report.winner in ("good", "late")
+        assert {outcomes[cfg].stage for cfg in GARBAGE} <= {"compile", "check"}

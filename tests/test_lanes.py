@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from functools import partial
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import numpy as np

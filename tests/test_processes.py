@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -17,7 +19,7 @@ import pytest
 from hostile import Hostile, decorated, of_tree, slow_start_of
 from kernels import Bench
 
-from asel import Failed, InvalidRequestError, Invocation, Measured, Tuner, kernel, processes
+from asel import Failed, InvalidRequestError, Invocation, Measured, OutputCheck, Tuner, kernel, processes
 from asel.jobs import TuneJob
 from asel.strategies import Exhaustive
 
@@ -40,10 +42,11 @@ def workers() -> list[int]:
     return found
 
 
-def tune(backend, op, *args, timeout_s=20.0, tuner=None, **kwargs):
+def tune(backend, op, *args, timeout_s=20.0, tuner=None, told=None, **kwargs):
     async def main():
         tuner_ = tuner or Tuner(1, 2, isolation="process")
-        bench = Bench(tuner=tuner_, allow={"candidate_timeout_s": timeout_s, "allow_heuristics": False})
+        allowed = {"candidate_timeout_s": timeout_s, "allow_heuristics": False}
+        bench = Bench(tuner=tuner_, allow=allowed, on_event=told)
         async with bench.chain as chain:
             selection = await chain.select(Invocation(op.op_id, args, kwargs), op)
             assert len(workers()) == 1
@@ -60,17 +63,30 @@ def hostile(*configs: str) -> Hostile:
     return op
 
 
-def test_the_winner_is_the_same_as_in_threads(real_backend):
-    """Where the timing is done does not change who is fastest, nor what the report says."""
-    report = tune(real_backend, hostile(), X)
-    assert report.winner == "fast"
-    assert [type(o) for o in report.outcomes] == [Measured, Measured]
-    assert tune_in_thread(real_backend, hostile()).winner == "fast"
+def test_what_is_found_is_the_same_as_in_threads(real_backend):
+    """Where it is done changes neither who is fastest, nor who is wrong, nor whose program is another's."""
+    op, check = hostile("wrong", "garbage", "fast too"), OutputCheck()
+    report = tune(real_backend, op, X, tuner=Tuner(1, 2, isolation="process", check=check))
+    slow, wrong, garbage, fast, alias = report.outcomes
+    assert report.winner == "fast too"
+    assert all(isinstance(o, Measured) for o in (slow, fast, alias))
+    assert wrong == Failed("wrong", "check", "OutputMismatch", "output 0 differs by up to 2")
+    assert (garbage.stage, garbage.error_type) == ("check", "OutputMismatch")
+    assert [o.alias_of for o in (slow, fast, alias)] == [None, None, "fast too"]
+
+    here = tune_in_thread(real_backend, op, Tuner(1, 2, check=check))
+    assert here.winner == report.winner
+    assert [found(o) for o in here.outcomes] == [found(o) for o in report.outcomes]
 
 
-def tune_in_thread(backend, op):
+def found(outcome):
+    """Return what an outcome says, but for the time that anything took."""
+    return outcome if isinstance(outcome, Failed) else (outcome.cfg, outcome.how, outcome.alias_of)
+
+
+def tune_in_thread(backend, op, tuner):
     async def main():
-        async with Bench(tuner=Tuner(1, 2)).chain as chain:
+        async with Bench(tuner=tuner).chain as chain:
             return (await chain.select(Invocation("hostile", (X,), {}), op)).report
 
     return anyio.run(main, backend=backend)
@@ -92,8 +108,12 @@ def test_a_candidate_that_kills_its_process_costs_one_outcome(real_backend):
 @pytest.mark.parametrize(("real_backend", "step"), [("asyncio", "spin"), ("trio", "spin while running")])
 def test_a_candidate_that_spins_is_killed_on_time(real_backend, step):
     """No thread is left behind, and the device is free: the rest are measured."""
-    report = tune(real_backend, hostile(step), X, timeout_s=2.0)
+    told = []
+    report = tune(real_backend, hostile(step), X, timeout_s=2.0, told=told.append)
     assert report.winner == "fast"
+    (failed,) = [event for event in told if event.name == "candidate_failed"]
+    start, end = failed.measured or failed.compiled
+    assert 2.0 <= end - start < 3.5
     assert report.outcomes[1].error_type == "TimeoutError"
     assert isinstance(report.outcomes[2], Measured)
 
@@ -129,12 +149,39 @@ def test_a_worker_ends_with_the_program():
         "anyio.run(main)\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    worker = Path(f"/proc/{int(run.stdout)}")
-    for _ in range(200):
-        if not worker.exists() or "Z" in (worker / "stat").read_text().rpartition(")")[2]:
-            return
-        subprocess.run(["sleep", "0.05"], check=True)
-    pytest.fail("the worker outlived its program")
+    assert ends_within(10, int(run.stdout))
+
+
+def ends_within(seconds: float, pid: int) -> bool:
+    """Wait for a process that is nobody's child here; kill it if it does not end."""
+    stat, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.02)
+                continue
+        return True
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+_SPINS = """
+import anyio, functools, numpy as np
+from asel import Tuner
+from hostile import Hostile
+
+make = lambda cfg: functools.partial(Hostile().run, cfg=cfg)
+anyio.run(Tuner(isolation="process").autotune, make, (np.ones(8),), {}, ["say who, and spin"])
+"""
+
+
+def test_a_worker_ends_with_the_program_in_the_middle_of_a_step():
+    """A program that is killed while a candidate spins leaves no worker behind, though nobody there reads its input."""
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    with subprocess.Popen([sys.executable, "-c", _SPINS], stderr=subprocess.PIPE, text=True, env=path) as program:
+        worker = int(program.stderr.readline())
+        program.kill()
+        assert ends_within(3, worker)
 
 
 def test_decorated_kernels_and_pytrees_travel(real_backend):
@@ -205,16 +252,26 @@ def test_isolation_is_one_of_two():
         Tuner(isolation="docker")
 
 
-def test_a_worker_that_died_while_idle_is_replaced(real_backend):
-    """Between two tunes a worker may be killed; the next tune starts another and nobody pays for it."""
+@pytest.mark.parametrize(
+    ("real_backend", "strike"),
+    [("asyncio", signal.SIGKILL), ("trio", signal.SIGKILL), ("trio", signal.SIGSTOP)],
+    ids=["died, asyncio", "died, trio", "mute"],
+)
+def test_a_worker_that_died_or_fell_silent_while_idle_is_replaced(real_backend, strike, monkeypatch):
+    """Between two tunes a worker may be killed or stopped; the next tune starts another and nobody pays for it."""
+    monkeypatch.setattr("asel.processes._ANSWERS_S", 0.5)
 
     async def main():
         async with Bench(tuner=Tuner(1, 2, isolation="process")).chain as chain:
             await chain.choose(Invocation("hostile", (X,), {}), hostile())
-            os.kill(workers()[0], signal.SIGKILL)
-            while workers():
+            (struck,) = workers()
+            os.kill(struck, strike)
+            while strike == signal.SIGKILL and workers():
                 await anyio.lowlevel.checkpoint()
-            return (await chain.select(Invocation("hostile", (jnp.ones(512),), {}), hostile())).report
+            with anyio.fail_after(15):
+                report = (await chain.select(Invocation("hostile", (jnp.ones(512),), {}), hostile())).report
+            assert struck not in workers()
+            return report
 
     outcomes = anyio.run(main, backend=real_backend).outcomes
     assert [type(o) for o in outcomes] == [Measured, Measured], outcomes
