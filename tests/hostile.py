@@ -61,6 +61,8 @@ class Hostile(Kernel):
                 return object()
             case "wrong":
                 return x + 3
+            case "wrong too":
+                return x + 4
             case "fast" | "fast too":
                 return x + 1
         return jax.lax.fori_loop(0, 3000, lambda i, y: jnp.sin(y), x) * 0 + x + 1

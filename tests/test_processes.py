@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,9 +21,22 @@ import pytest
 from hostile import Hostile, decorated, of_tree, slow_start_of
 from kernels import Bench
 
-from asel import Failed, InvalidRequestError, Invocation, Measured, OutputCheck, Tuner, kernel, processes
+from asel import (
+    Failed,
+    InvalidRequestError,
+    Invocation,
+    Measured,
+    OutputCheck,
+    Skipped,
+    Tuner,
+    _worker,
+    kernel,
+    processes,
+)
+from asel.benchmark import Program
 from asel.jobs import TuneJob
-from asel.strategies import Exhaustive
+from asel.strategies import Exhaustive, Sample
+from asel.threads import run_in_thread
 
 pytestmark = pytest.mark.timeout(90)
 X = jnp.ones(256)
@@ -415,3 +430,196 @@ def test_a_worker_never_runs_the_program_itself(tmp_path):
     assert ran.stdout.splitlines()[:2] == ["the program runs", "1"]
     assert ran.stdout.count("the program runs") == 1
     assert "defined in __main__, which a worker does not run" in ran.stdout
+
+
+# ---------------------------------------------------------------------------------------------
+# Without a process: the other end is here, and what is sent can be looked at.
+
+
+class Near(processes._Worker):
+    """A worker whose other end is in this process. `fatal` is the config that ends it, when that is sampled."""
+
+    def __init__(self, fatal: str | None = None) -> None:
+        super().__init__(None)
+        self.there = _worker._Worker()
+        self.fatal = fatal
+        self.sent, self.arguments = [], []
+
+    async def _send(self, frames):
+        header, *payload = frames
+        self.sent.append((pickle.loads(header), list(map(bytearray, payload))))
+
+    async def _receive(self):
+        (command, candidate, *_), _ = request = self.sent[-1]
+        if command == "sample" and self.there._candidates[candidate].timing.program._trial.cfg == self.fatal:
+            raise anyio.EndOfStream
+        try:
+            answer = "ok", await run_in_thread("answering", functools.partial(self.there.answer, *request))
+        except Exception as error:
+            answer = "error", (type(error).__name__, str(error))
+        self.arguments += [ref for ref in self.there._parcels.valuerefs() if ref not in self.arguments]
+        return answer
+
+    async def end(self, patience_s=0.0):
+        self._ended = True
+        return 9
+
+    @property
+    def parcels_sent(self) -> int:
+        return sum(len(payload) > frames for (_, _, _, frames, _), payload in self.sent)
+
+
+class Scripted(Near):
+    """One that computes nothing: whatever it is asked takes so long. `fatal` is the command that ends it."""
+
+    step_s = 0.0
+
+    async def _receive(self):
+        command = self.sent[-1][0][0]
+        await anyio.sleep(0.0 if command == "hello" else self.step_s)
+        if command == self.fatal:
+            raise anyio.EndOfStream
+        return "ok", {"lower": ("forward", None), "sample": self.step_s}.get(command)
+
+
+async def until_nothing_is_kept(worker: Near) -> None:
+    """Ask until the worker was told to forget everything: that is up to a thread that nobody waits for."""
+    with anyio.fail_after(5):
+        while worker.there._candidates or +worker._parcels:
+            await worker.ask("hello", 0)
+            await anyio.lowlevel.checkpoint()
+    gc.collect()
+    assert dict(worker.there._parcels) == {}
+    assert {ref() for ref in worker.arguments} == {None}
+
+
+def of_hostile(cfg):
+    return functools.partial(Hostile().run, cfg=cfg)
+
+
+@pytest.fixture
+def near(monkeypatch):
+    """Workers of this process, in the order of their starts; a config ends the first one."""
+    started = []
+
+    async def start():
+        started.append(Near(None if started else "wrong too"))
+        return started[-1]
+
+    monkeypatch.setattr(processes._Worker, "start", start)
+    return started
+
+
+def test_arguments_are_sent_once_to_each_worker_and_go_with_the_last_candidate(real_backend, near, monkeypatch):
+    """A candidate is forgotten, whatever became of it: failed, lost, an alias or measured. So are its arguments."""
+    compile = Program.compile
+
+    def fragile(program):
+        if program._trial.cfg == "wrong":
+            raise ZeroDivisionError("on purpose")
+        compile(program)
+
+    monkeypatch.setattr(Program, "compile", fragile)
+    configs = ("slow", "raise", "wrong", "wrong too", "fast", "fast too")
+
+    async def main():
+        async with Tuner(1, 2, isolation="process", strategy="exhaustive") as tuner:
+            report = await tuner.tune(TuneJob(configs, of_hostile, (X,), {}, incumbent=0))
+            assert [type(o) for o in report.outcomes] == [Measured, Failed, Failed, Failed, Measured, Measured]
+            assert report.outcomes[5].alias_of == "fast"
+            lost, worker = near
+            assert (lost.alive, lost.parcels_sent, worker.parcels_sent) == (False, 1, 1)
+            await until_nothing_is_kept(worker)
+
+            report = await tuner.tune(TuneJob(configs, of_hostile, (X,), {}, incumbent=0))
+            assert [type(o) for o in report.outcomes] == [Measured, Failed, Failed, Measured, Measured, Measured]
+            assert worker.parcels_sent == 2
+            await until_nothing_is_kept(worker)
+            assert near == [lost, worker]
+
+    anyio.run(main, backend=real_backend)
+
+
+@pytest.mark.anyio
+async def test_a_parcel_is_sent_to_a_worker_that_does_not_have_it():
+    """The first candidate brings the arguments, and so does the first after all were forgotten: of each worker."""
+    worker, one, other = Scripted(), processes._Parcel([b"one"]), processes._Parcel([b"other", b"too"])
+
+    async def sent(candidate, parcel, worker=worker):
+        await worker.ask("lower", candidate, [b"candidate"], parcel)
+        (_, _, number, frames, forgotten), payload = worker.sent[-1]
+        assert (number, payload[:frames]) == (parcel.number, [b"candidate"])
+        return payload[frames:], forgotten
+
+    assert await sent(1, one) == ([b"one"], [])
+    assert await sent(2, one) == ([], [])
+    assert await sent(3, other) == ([b"other", b"too"], [])
+    worker.forget(1, one)
+    assert await sent(4, one) == ([], [1])
+    worker.forget(2, one)
+    worker.forget(4, one)
+    assert await sent(5, one) == ([b"one"], [2, 4])
+    assert await sent(6, other) == ([], [])
+    assert await sent(7, one, Scripted()) == ([b"one"], [])
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Workers that take five seconds to start, and 0.7 for each step; no threads, for a virtual clock."""
+    started = []
+
+    async def start():
+        await anyio.sleep(5.0)
+        started.append(Scripted())
+        started[-1].step_s = 0.7
+        return started[-1]
+
+    async def at_once(what, work, **options):
+        return work()
+
+    monkeypatch.setattr(processes._Worker, "start", start)
+    monkeypatch.setattr(processes, "run_in_thread", at_once)
+    return started
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("budget_s", "tried"), [(60.0, 3), (4.0, 1)])
+async def test_starting_a_worker_is_the_tunes_time_and_no_candidates(scripted, budget_s, tried):
+    """It takes longer than any step may, and nobody is timed out for it; but it is paid from the budget."""
+    facts = {"incumbent": 0, "candidate_timeout_s": 1.5, "tune_budget_s": budget_s}
+    job = TuneJob(("slow", "print", "fast"), of_hostile, (1,), {}, **facts)
+    report = await Tuner(0, 1, isolation="process", strategy="exhaustive").tune(job)
+    assert [type(o) for o in report.outcomes] == [Measured] * tried + [Skipped] * (3 - tried)
+    assert report.outcomes[0].compile_s == pytest.approx(1.4)
+    assert job.spent_s == pytest.approx(5.0 + tried * 3 * 0.7)
+
+
+@pytest.mark.anyio
+async def test_being_compiled_again_has_a_timeout_for_each_step(scripted):
+    """The second candidate takes the worker along: those that were warm are lowered, compiled and run again."""
+
+    class Twice:
+        def plan(self, board):
+            for index in (0, 2, 1, 0, 2):
+                if index == 1:
+                    scripted[0].fatal = "sample"
+                yield Sample(index)
+
+    facts = {"incumbent": 0, "candidate_timeout_s": 1.5}
+    job = TuneJob(("slow", "print", "fast"), of_hostile, (1,), {}, **facts)
+    report = await Tuner(0, 1, isolation="process", strategy=Twice()).tune(job)
+    assert [type(o) for o in report.outcomes] == [Measured, Failed, Measured]
+    assert [len(o.samples_s) for o in (report.outcomes[0], report.outcomes[2])] == [2, 2]
+    assert [request[0] for request, _ in scripted[1].sent if request[0] != "hello"] == [
+        *("lower", "compile", "sample", "sample"),
+        *("lower", "compile", "sample", "sample"),
+    ]
+    assert job.spent_s == pytest.approx(2 * 5.0 + (3 * 2 + 3 + 2 * 4) * 0.7)
+
+
+def test_one_tuner_works_in_one_loop_after_the_other(near):
+    """What a tuner keeps of its workers is the loop's, and goes with it."""
+    tuner = Tuner(1, 1, isolation="process")
+    for backend in ("asyncio", "trio", "asyncio"):
+        assert anyio.run(tuner.autotune, of_hostile, (X,), {}, ["slow", "fast"], backend=backend) == "fast"
+    assert [worker.alive for worker in near] == [False] * 3
