@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -457,7 +458,8 @@ class Near(processes._Worker):
             answer = "ok", await run_in_thread("answering", functools.partial(self.there.answer, *request))
         except Exception as error:
             answer = "error", (type(error).__name__, str(error))
-        self.arguments += [ref for ref in self.there._parcels.valuerefs() if ref not in self.arguments]
+        for arguments in self.there._parcels.values():
+            self.arguments += [weakref.ref(arguments), *map(weakref.ref, arguments.args)]
         return answer
 
     async def end(self, patience_s=0.0):
