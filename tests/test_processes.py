@@ -18,6 +18,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hostile import Hostile, decorated, of_tree, slow_start_of
 from kernels import Bench
@@ -378,6 +379,27 @@ def test_a_candidate_is_as_warm_in_the_next_worker(real_backend):
     report = anyio.run(main, backend=real_backend)
     assert len(report.best.samples_s) == 3
     assert max(report.best.samples_s) < 0.1
+
+
+def test_a_worker_that_says_hello_has_jax_and_its_devices():
+    """Importing JAX is part of starting a worker, and of no candidate's timeout."""
+    code = (
+        "import sys; from asel._worker import _Worker\n"
+        "assert 'jax' not in sys.modules\n"
+        "_Worker().answer(('hello', 0, 0, 0, []), [])\n"
+        "import jax._src.xla_bridge as bridge\n"
+        "assert bridge.backends_are_initialized() and 'asel.benchmark' in sys.modules\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_objects_do_not_leave_their_worker():
+    """What is unpickled in the program is numbers: an object could do anything there."""
+    numbers = np.ones(3)
+    assert _worker._plain(numbers) is numbers
+    with pytest.raises(TypeError, match="cannot leave its worker"):
+        _worker._plain(np.array([print], dtype=object))
 
 
 def test_arguments_are_packed_off_the_loop(real_backend, monkeypatch):
