@@ -120,7 +120,7 @@ class Program:
             return timer() - start
 
     def outputs(self) -> list[Any]:
-        """Return what a forward run returns, on the host."""
+        """Return what a forward run returns, on the host: numbers, since an object might do anything if unpickled."""
         with settings_held(self._trial.settings):
             if self.how == "eager":
                 outputs = self._forward(*_copies(self._arrays))
@@ -227,7 +227,10 @@ class _InThread:
 def _on_host(leaf: Any) -> Any:
     with jax.transfer_guard("allow"):  # it is us who want it there
         is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    if array.dtype.hasobject:
+        raise TypeError(f"an output is of type {type(leaf).__name__}, which is no array")
+    return array
 
 
 def _copies(arrays: list[Any]) -> list[Any]:

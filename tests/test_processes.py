@@ -18,7 +18,6 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hostile import Hostile, decorated, of_tree, slow_start_of
 from kernels import Bench
@@ -88,7 +87,7 @@ def test_what_is_found_is_the_same_as_in_threads(real_backend):
     assert report.winner == "fast too"
     assert all(isinstance(o, Measured) for o in (slow, fast, alias))
     assert wrong == Failed("wrong", "check", "OutputMismatch", "output 0 differs by up to 2")
-    assert (garbage.stage, garbage.error_type) == ("check", "OutputMismatch")
+    assert garbage == Failed("garbage", "check", "TypeError", "an output is of type object, which is no array")
     assert [o.alias_of for o in (slow, fast, alias)] == [None, None, "fast too"]
 
     here = tune_in_thread(real_backend, op, Tuner(1, 2, check=check))
@@ -392,14 +391,6 @@ def test_a_worker_that_says_hello_has_jax_and_its_devices():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
-
-
-def test_objects_do_not_leave_their_worker():
-    """What is unpickled in the program is numbers: an object could do anything there."""
-    numbers = np.ones(3)
-    assert _worker._plain(numbers) is numbers
-    with pytest.raises(TypeError, match="cannot leave its worker"):
-        _worker._plain(np.array([print], dtype=object))
 
 
 def test_arguments_are_packed_off_the_loop(real_backend, monkeypatch):
