@@ -200,6 +200,7 @@ def test_a_worker_ends_with_the_program_in_the_middle_of_a_step():
         assert ends_within(3, worker)
 
 
+@pytest.mark.parametrize("real_backend", ["asyncio"])
 def test_decorated_kernels_and_pytrees_travel(real_backend):
     """A `@kernel` is found by its name, and arguments arrive as they were."""
     assert tune(real_backend, decorated, X).winner == 1
@@ -230,7 +231,9 @@ def refused(what):
     return closure
 
 
-@pytest.mark.parametrize("what", ["closure", "lambda", "local config"])
+@pytest.mark.parametrize(
+    ("real_backend", "what"), [("asyncio", "closure"), ("trio", "lambda"), ("asyncio", "local config")]
+)
 def test_what_cannot_be_imported_says_so(real_backend, what):
     """A closure, a lambda or a local class gets a clear error that names the way out."""
     errors = []
@@ -293,6 +296,7 @@ def test_a_worker_that_died_or_fell_silent_while_idle_is_replaced(real_backend, 
     assert [type(o) for o in outcomes] == [Measured, Measured], outcomes
 
 
+@pytest.mark.parametrize("real_backend", ["trio"])
 def test_two_tunes_of_one_tuner_do_not_end_each_others_workers(real_backend):
     """The workers go when the last tune that uses them is done."""
     winners = []
@@ -354,6 +358,7 @@ def test_compiling_again_is_a_step_like_any_other(real_backend, monkeypatch, tmp
     assert job.spent_s > 2.0
 
 
+@pytest.mark.parametrize("real_backend", ["trio"])
 def test_a_candidate_is_as_warm_in_the_next_worker(real_backend):
     """The first run in a process is not what is measured, also where the process is the second one: it is run once."""
     job = TuneJob(("a",), slow_start_of, (X,), {})
@@ -393,6 +398,7 @@ def test_a_worker_that_says_hello_has_jax_and_its_devices():
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.parametrize("real_backend", ["asyncio"])
 def test_arguments_are_packed_off_the_loop(real_backend, monkeypatch):
     """Arguments may be large, and take their time to pickle: none of it is the loop's."""
     threads, packed = [], processes._packed
