@@ -11,6 +11,8 @@ import time
 from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
 
+from asel.outcomes import text_of
+
 _HEADER = struct.Struct("!Q")
 
 
@@ -26,7 +28,7 @@ def main() -> None:
         try:
             message = pickle.dumps(("ok", worker.answer(pickle.loads(request[0]), request[1:])))
         except Exception as error:  # a candidate's failure is an answer like any other
-            message = pickle.dumps(("error", (type(error).__name__, _text_of(error))))
+            message = pickle.dumps(("error", (type(error).__name__, text_of(error))))
         answers.write(_HEADER.pack(len(message)) + message)
 
 
@@ -98,13 +100,6 @@ def _warm_up() -> None:
     import asel.parcels  # noqa: F401
 
     jax.devices()
-
-
-def _text_of(error: Exception) -> str:
-    try:
-        return str(error)
-    except Exception as why:  # it is the candidate's own class
-        return f"(its message raised {type(why).__name__})"
 
 
 def _read(stream: BinaryIO) -> list[bytearray] | None:

@@ -1,28 +1,28 @@
-"""One tune: what it tries, what it has found, and what it reports in the end."""
+"""One tune: what it tries, within which limits, and what it has found so far."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import anyio
 
 from asel.board import Board, level
 from asel.checks import Check, OutputMismatch
-from asel.devices import Settings, environment
+from asel.devices import Settings
 from asel.encoding import devices_of
-from asel.errors import InvalidRequestError, TuningError
-from asel.events import CandidateFailed, CandidateMeasured, CandidateSkipped, Event, Interval
+from asel.errors import InvalidRequestError
+from asel.events import CandidateFailed, CandidateSkipped, Event, Interval
 from asel.kernel import Cfg
-from asel.keys import CacheKey, Objective, config_form
+from asel.keys import CacheKey, Objective
 from asel.measure import How, Sampler, Trial
 from asel.meter import Meter
-from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport
+from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport, text_of
 from asel.threads import Busy
 
-__all__ = ["Runner", "TuneJob", "by_way", "groups_of", "report_on", "sentence", "timings_in"]
+__all__ = ["Runner", "TuneJob", "by_way", "groups_of"]
 
 _NO_KEY = CacheKey("", "", "")
 _BEST_TO_WORST: tuple[How, ...] = ("forward+backward", "forward", "eager")
@@ -110,7 +110,7 @@ class TuneJob(Generic[Cfg]):
         if not isinstance(error, Exception):
             error = RuntimeError(f"{type(error).__name__}: {error}")
         busy = any(thread.alive for thread in left_behind)
-        message = _text_of(error)
+        message = text_of(error)
         if isinstance(error, TimeoutError) and not message:
             message = f"took longer than {self.candidate_timeout_s:g} s" + (
                 "; its thread is still busy" if busy else ""
@@ -235,154 +235,7 @@ def groups_of(job: TuneJob[Any]) -> list[list[int]]:
     return groups
 
 
-def timings_in(
-    reports: Iterable[TuneReport[Cfg]], candidates: Sequence[Cfg], objective: Objective, software: Mapping[str, str]
-) -> dict[int, Measured[Cfg]]:
-    """Return what earlier tunes with the same software and objective measured of these candidates."""
-    found: dict[Any, Measured[Cfg]] = {}
-    for report in reports:
-        if report.environment == software and report.objective == objective:
-            found.update({config_form(o.cfg): o for o in report.outcomes if isinstance(o, Measured)})
-    forms = map(config_form, candidates) if found else ()
-    return {i: found[form] for i, form in enumerate(forms) if form in found}
-
-
-def sentence(failed: Failed[Any]) -> str:
-    return f"{failed.error_type} in the {failed.stage} stage: {failed.message}"
-
-
-def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
-    """Settle every candidate's outcome and name the winner."""
-    board = job.board
-    comparable = _comparable(job)
-    comparable += _reuse(job, comparable)
-    for index, runner in job.runners.items():
-        if index not in job.outcomes:
-            assert board is not None
-            samples = tuple(board.samples[index])
-            job.outcomes[index] = Measured(
-                job.candidates[index],
-                board.median(index),
-                samples,
-                runner.compile_s,
-                how=runner.how,
-                eliminated=board.dropped.get(index),
-                measure_s=runner.measure_s,
-            )
-            facts = {"median_s": board.median(index), "compile_s": runner.compile_s, "samples": len(samples)}
-            if (measured := job.steps.get((index, "measure"))) is not None:
-                facts["end"] = measured[1]  # others were sampled since
-            job.tell(CandidateMeasured, index, runner.started, **facts, **job.times(index))
-    for index, first in job.aliases.items():
-        _settle_alias(job, index, first)
-    for index in range(len(job.candidates)):
-        if index not in job.outcomes:
-            job.skip(index, "a group of higher priority had a success")
-    outcomes = tuple(job.outcomes[i] for i in range(len(job.candidates)))
-    if board is None or not comparable:
-        raise _all_failed(job, outcomes)
-    # A report is kept for long; an exception would keep all that its traceback refers to.
-    outcomes = tuple(replace(o, error=None) if isinstance(o, Failed) else o for o in outcomes)
-    board.enter(comparable)
-    winner, leader = board.winner(), board.leader()
-    incumbent = job.incumbent if job.incumbent in comparable else None
-    return TuneReport(
-        key=job.key,
-        winner=job.candidates[winner],
-        outcomes=outcomes,
-        seconds=job.seconds,
-        environment=environment(job.device),
-        tune_id=job.id,
-        checksum=job.checksum,
-        objective=job.objective,
-        incumbent=None if job.incumbent is None else job.candidates[job.incumbent],
-        noise=board.noise(leader, winner),
-        margin=_margin(board, winner, incumbent),
-        tune_budget_s=job.tune_budget_s,
-        candidate_timeout_s=job.candidate_timeout_s,
-    )
-
-
-def _margin(board: Board, winner: int, incumbent: int | None) -> float:
-    if incumbent is None or board.level(incumbent) == 0:
-        return 0.0
-    return 1 - board.level(winner) / board.level(incumbent)
-
-
-def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
-    """Put earlier timings on the board, in today's terms; return those that may win, as the incumbent may."""
-    board, incumbent = job.board, job.incumbent
-    if board is None or incumbent is None or not job.reused or not board.samples.get(incumbent):
-        return []
-    then = job.known[incumbent]
-    ratio = board.level(incumbent) / level(then.samples_s)
-    reused = [i for i in job.reused if i not in job.outcomes]
-    for index in reused:
-        earlier = job.known[index]
-        board.samples[index] = [seconds * ratio for seconds in earlier.samples_s]
-        job.outcomes[index] = replace(
-            earlier,
-            cfg=job.candidates[index],
-            median_s=earlier.median_s * ratio,
-            samples_s=tuple(board.samples[index]),
-            compile_s=0.0,
-            measure_s=0.0,
-            alias_of=None,
-            reused=True,
-        )
-    return reused if incumbent in comparable else []
-
-
 def by_way(job: TuneJob[Any], indices: Sequence[int]) -> list[list[int]]:
     """Return compiled candidates grouped by how they are timed, the best way first."""
     groups = [[i for i in indices if job.runners[i].how == how] for how in _BEST_TO_WORST]
     return [group for group in groups if group]
-
-
-def _comparable(job: TuneJob[Any]) -> list[int]:
-    """Return the measured candidates that were timed in the best way any was: only they may win."""
-    measured = [] if job.board is None else [i for i in job.runners if job.board.samples.get(i)]
-    return next(iter(by_way(job, measured)), [])
-
-
-def _settle_alias(job: TuneJob[Cfg], index: int, first: int) -> None:
-    """Give a candidate the outcome of the one whose program it has."""
-    if index in job.outcomes:
-        return
-    cfg, original = job.candidates[index], job.outcomes.get(first)
-    if isinstance(original, Measured):
-        job.outcomes[index] = Measured(
-            cfg,
-            original.median_s,
-            original.samples_s,
-            0.0,
-            how=original.how,
-            eliminated=original.eliminated,
-            alias_of=original.cfg,
-        )
-    elif isinstance(original, Failed):
-        job.outcomes[index] = Failed(cfg, original.stage, original.error_type, original.message, original.error)
-    else:
-        job.outcomes[index] = Skipped(cfg, f"its program is that of {job.candidates[first]!r}, which was not measured")
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as why:  # it is the candidate's own class
-        return f"(its message raised {type(why).__name__})"
-
-
-def _all_failed(job: TuneJob[Any], outcomes: Sequence[Outcome[Any]]) -> TuningError:
-    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-    causes = [outcome.error for outcome in failed if outcome.error is not None]
-    first = f" The first: {sentence(failed[0])}." if failed else ""
-    op = job.key.op_id or "the function"
-    error = TuningError(
-        f"none of the {len(outcomes)} candidates of {op!r} could be measured: {len(failed)} failed, "
-        f"{len(outcomes) - len(failed)} were skipped.{first}",
-        key=job.key,
-        outcomes=outcomes,
-    )
-    error.__cause__ = ExceptionGroup("what the candidates raised", causes) if causes else None
-    return error

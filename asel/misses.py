@@ -13,13 +13,14 @@ from asel.devices import current_settings, environment
 from asel.errors import SelectorClosedError, StoreError
 from asel.events import LateTune, PendingJoin
 from asel.fanout import FanOut
-from asel.jobs import TuneJob, timings_in
+from asel.jobs import TuneJob
 from asel.kernel import Cfg, bind, example_inputs_of
 from asel.keys import CacheKey
 from asel.outcomes import Measured
 from asel.persistence import Sought
 from asel.policy import tuning_switched_off
 from asel.reading import Reading
+from asel.reporting import timings_in
 from asel.tuning import Tune, Tuning
 from asel.withdrawal import barred
 

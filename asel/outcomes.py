@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal
 from asel.kernel import Cfg
 from asel.keys import CacheKey, Objective, alike
 
-__all__ = ["Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport", "in_words"]
+__all__ = ["Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport", "in_words", "text_of"]
 
 Stage = Literal["build", "compile", "check", "measure", "run"]
 """Where a candidate broke; `run`: it won its tune, and failed in a real call."""
@@ -109,7 +109,7 @@ class TuneReport(Generic[Cfg]):
 
     def without(self, cfg: Cfg, winner: Cfg, error: Exception) -> TuneReport[Cfg]:
         """Return the report as it reads once `cfg` failed in a real call and `winner` took its place."""
-        failed: Outcome[Cfg] = Failed(cfg, "run", type(error).__name__, str(error))
+        failed: Outcome[Cfg] = Failed(cfg, "run", type(error).__name__, text_of(error))
         outcomes = tuple(failed if alike(o.cfg, cfg) else o for o in self.outcomes)
         medians = [
             next((o.median_s for o in outcomes if isinstance(o, Measured) and alike(o.cfg, one)), 0.0)
@@ -185,6 +185,14 @@ def _marks(report: TuneReport[Any], outcome: Measured[Any]) -> list[str]:
     if report.best is not None and outcome.how != report.best.how:
         return [*marks, f"timed {outcome.how}, so not ranked"]
     return marks + ([f"timed {outcome.how}"] if outcome.how != report.objective else [])
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's message, whatever class of a user's it is."""
+    try:
+        return str(error)
+    except Exception as why:
+        return f"(its message raised {type(why).__name__})"
 
 
 def in_words(seconds: float) -> str:

@@ -22,12 +22,13 @@ from asel.devices import current_settings, default_device, with_settings
 from asel.encoding import whereabouts
 from asel.errors import InvalidRequestError, TuningError
 from asel.events import CandidateEliminated, CandidateStart
-from asel.jobs import Runner, TuneJob, by_way, groups_of, report_on, sentence
+from asel.jobs import Runner, TuneJob, by_way, groups_of
 from asel.kernel import Cfg, Invocation
 from asel.lanes import LaneStuck, alone_on, compile_slots, lowering
 from asel.measure import Measure, lower
 from asel.outcomes import Failed, Stage, TuneReport
 from asel.processes import ProcessMeasure
+from asel.reporting import report_on, sentence
 from asel.strategies import Drop, Exhaustive, Race, Sample, Step, Strategy
 from asel.threads import Busy, leave_to_thread, run_in_thread
 

@@ -21,7 +21,7 @@ from asel.cache import ConfigCache, Done, Match, Provenance, without_overlays
 from asel.errors import SelectorClosedError, TuningError
 from asel.events import AutotuneFailed, AutotuneFinish, AutotuneStart
 from asel.fanout import FanOut
-from asel.jobs import TuneJob, timings_in
+from asel.jobs import TuneJob
 from asel.keeper import Keeper
 from asel.kernel import Cfg
 from asel.keys import CacheKey
@@ -30,6 +30,7 @@ from asel.outcomes import Failed, Measured, Skipped
 from asel.pending import Shared
 from asel.persistence import Sought
 from asel.policy import AutotunePolicy
+from asel.reporting import timings_in
 from asel.stores.protocol import Claim
 from asel.threads import Busy
 

@@ -59,6 +59,7 @@ ARROW = [
     "checks",
     "meter",
     "jobs",
+    "reporting",
     "parcels",
     "processes",
     "_worker",

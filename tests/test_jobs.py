@@ -13,9 +13,10 @@ from kernels import BEST, GUESS, Bench, Blocks, Toy, call
 
 from asel import Failed, Invocation, Measured, Skipped, Tuner, TuneReport, TuningError, kernel
 from asel.checks import OutputCheck
-from asel.jobs import TuneJob, timings_in
+from asel.jobs import TuneJob
 from asel.keys import CacheKey
 from asel.measure import Lowered
+from asel.reporting import timings_in
 from asel.testing import ScriptedMeasure
 
 # ---------------------------------------------------------------------------------------------
