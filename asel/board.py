@@ -86,9 +86,10 @@ class Board:
 
     def make_do(self) -> None:
         """End here: long warm-ups count for those that have not come further, and any where nobody has."""
-        warm = [index for index in self.alive if self.warmups.get(index)]
-        for index in [index for index in warm if self.measured == [] or self.is_long(index)]:
-            self._make_do(index)
+        nothing_else = not self.measured
+        for index in self.alive:
+            if self.is_long(index) or (nothing_else and self.warmups.get(index)):
+                self._make_do(index)
         self._has_changed()
 
     def _make_do(self, index: int) -> None:
@@ -103,7 +104,7 @@ class Board:
         return min((*self.samples.get(index, ()), *self.warmups.get(index, ())), default=inf)
 
     def remove(self, index: int) -> None:
-        """Forget a candidate that failed; those that lost to nobody else are back in the race."""
+        """Forget a candidate that failed; those that lost to it are back in the race."""
         if index in self.candidates:
             self.candidates.remove(index)
         self.samples.pop(index, None)

@@ -31,10 +31,9 @@ logger = logging.getLogger("asel")
 class Busy:
     """A thread that was left behind at its step."""
 
-    def __init__(self, step: _Step[Any], loop: LoopHandle) -> None:
+    def __init__(self, step: _Step[Any]) -> None:
         self.what = step.what
         self._step = step
-        self._loop = loop
 
     @property
     def alive(self) -> bool:
@@ -203,8 +202,8 @@ async def run_in_thread(
     A thread cannot be stopped. When the wait is cancelled, it is given `grace_s` seconds to come
     back; after that it is left behind, and said to be in `left_behind`.
     """
-    loop, done = LoopHandle(), anyio.Event()
-    step = _Step(what, work, loop, done.set)
+    done = anyio.Event()
+    step = _Step(what, work, LoopHandle(), done.set)
     _crew.start(step)
     try:
         await done.wait()
@@ -215,7 +214,7 @@ async def run_in_thread(
                 with anyio.move_on_after(patience, shield=True):
                     await done.wait()
             if not step.over and left_behind is not None:
-                left_behind.append(Busy(step, loop))
+                left_behind.append(Busy(step))
     if step.error is None:
         return step.result
     if isinstance(step.error, Exception):
