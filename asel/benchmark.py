@@ -23,7 +23,7 @@ from asel.measure import How, Lowered, Sampler, Trial
 from asel.signatures import is_numeric
 from asel.threads import run_in_thread
 
-__all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete"]
+__all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete", "weak_zeros"]
 
 # A sample this long is far above the timer's noise and the cost of dispatching one run.
 LEAST_SAMPLE_S = 200e-6
@@ -74,7 +74,7 @@ class Program:
     def __init__(self, trial: Trial[Any]) -> None:
         self._trial = trial
         with settings_held(trial.settings):
-            fn = trial.fn
+            fn = trial.build()
             leaves, structure = jax.tree_util.tree_flatten((trial.args, dict(trial.kwargs)))
             dynamic = [_is_array(leaf) for leaf in leaves]
             if (arrays := trial.shared.get("arrays")) is None:
@@ -320,13 +320,15 @@ def concrete(leaf: Any, device: Any = None) -> Any:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     with jax.transfer_guard("allow"):  # a guard is on what the caller's programs do
-        if leaf.weak_type:  # only Python's own numbers are weak
-            number = {"f": 0.0, "c": 0j}.get(np.dtype(leaf.dtype).kind, 0)
-            zeros = jnp.broadcast_to(jnp.asarray(number), leaf.shape)
-        else:
-            zeros = jnp.zeros(leaf.shape, leaf.dtype)
+        zeros = weak_zeros(leaf.shape, leaf.dtype) if leaf.weak_type else jnp.zeros(leaf.shape, leaf.dtype)
         place = device if leaf.sharding is None else _on_real_devices(leaf.sharding)
         return zeros if place is None else jax.device_put(zeros, place)
+
+
+def weak_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return zeros whose type gives way to others: only Python's own numbers have such, and what is made of them."""
+    number = {"f": 0.0, "c": 0j}.get(np.dtype(dtype).kind, 0)
+    return jnp.broadcast_to(jnp.asarray(number), shape)
 
 
 def _on_real_devices(sharding: Any) -> Any:

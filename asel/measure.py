@@ -66,7 +66,11 @@ class Trial(Generic[Cfg]):
 
     @property
     def fn(self) -> Callable[..., Any]:
-        """What is to be timed, built when first asked for: that is the candidate's own code, and may take its time."""
+        """What is to be timed."""
+        return self.build()
+
+    def build(self) -> Callable[..., Any]:
+        """Have `fn`, made when first asked for: by the candidate's own code, which may take its time."""
         if self._fn is None:
             assert self._make_fn is not None
             self.stage = "build"

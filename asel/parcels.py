@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asel.benchmark import abstract
+from asel.benchmark import abstract, weak_zeros
 from asel.errors import InvalidRequestError
 from asel.measure import Trial
 
@@ -120,9 +120,8 @@ def _placed(leaf: Any) -> Any:
         values: Any = leaf.values
         if leaf.key_impl is not None:
             values = jax.random.wrap_key_data(jnp.asarray(values), impl=leaf.key_impl)
-        elif leaf.weak:  # as only Python's own numbers are, and what is made of them
-            number = {"f": 0.0, "c": 0j}.get(values.dtype.kind, 0)
-            values = jnp.broadcast_to(jnp.asarray(number), values.shape).at[...].set(values)
+        elif leaf.weak:
+            values = weak_zeros(values.shape, values.dtype).at[...].set(values)
         return jax.device_put(values, leaf.sharding if leaf.committed else None)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import Process
 
-from asel.devices import settings_held
+from asel.devices import with_settings
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.threads import run_in_thread
 
@@ -140,8 +140,7 @@ class _Parcel:
 def _packed(trial: Trial[Any]) -> tuple[Sequence[Frame], _Parcel]:
     from asel.parcels import pack_arguments, pack_candidate  # JAX is imported when it is first needed
 
-    with settings_held(trial.settings):
-        _ = trial.fn  # is built
+    with_settings(trial.settings, trial.build)
     candidate = pack_candidate(trial)
     if (parcel := trial.shared.get("parcel")) is None:
         parcel = trial.shared["parcel"] = _Parcel(pack_arguments(trial))

@@ -117,7 +117,8 @@ class ScriptedMeasure:
         self.sampled: list[Any] = []
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
-        cfg, _ = trial.cfg, trial.fn
+        cfg = trial.cfg
+        trial.build()
         self.compiled.append(cfg)
         await anyio.sleep(_scripted(self._compile_s, cfg))
         if (error := _scripted(self._compile_errors, cfg)) is not None:
