@@ -48,6 +48,13 @@ class Busy:
         callback()
 
 
+class _Result(Generic[T]):
+    """What a step returned, or else raised."""
+
+    value: T
+    error: BaseException | None = RuntimeError("its thread was killed")
+
+
 class _Step(Generic[T]):
     def __init__(self, what: str, work: Callable[[], T], loop: LoopHandle, *callbacks: Callable[[], object]) -> None:
         self.what = what
@@ -57,16 +64,18 @@ class _Step(Generic[T]):
         self.lock = threading.Lock()
         self.callbacks = list(callbacks)
         self.over = False
-        self.result: T
-        self.error: BaseException | None = RuntimeError("its thread was killed")
+        self.result: _Result[T] = _Result()
 
     def run(self) -> None:
+        result = self.result
         try:
-            self.result = self.context.run(self.work)
-            self.error = None
+            result.value = self.context.run(self.work)
+            result.error = None
         except BaseException as error:
-            self.error = error
-        del self.work, self.context  # with all they hold of the device, before anyone hears that the step is over
+            result.error = error
+        # With all they hold of the device, before anyone hears that the step is over, and while the thread counts as
+        # busy: one that drops an array as the interpreter ends is killed within JAX, and the program with it.
+        del self.work, self.context, self.result, result
 
     def tell(self) -> None:
         # Under the lock, so that a callback is either seen here or refused by `when_done`.
@@ -204,6 +213,7 @@ async def run_in_thread(
     """
     done = anyio.Event()
     step = _Step(what, work, LoopHandle(), done.set)
+    result = step.result
     _crew.start(step)
     try:
         await done.wait()
@@ -215,9 +225,9 @@ async def run_in_thread(
                     await done.wait()
             if not step.over and left_behind is not None:
                 left_behind.append(Busy(step))
-    if step.error is None:
-        return step.result
-    if isinstance(step.error, Exception):
-        raise step.error
+    if result.error is None:
+        return result.value
+    if isinstance(result.error, Exception):
+        raise result.error
     # SystemExit and the like are the candidate's business, not the event loop's.
-    raise RuntimeError(f"{what} raised {type(step.error).__name__}: {step.error}") from step.error
+    raise RuntimeError(f"{what} raised {type(result.error).__name__}: {result.error}") from result.error

@@ -308,6 +308,30 @@ def test_an_idle_thread_keeps_nothing(real_backend, monkeypatch):
     anyio.run(main, backend=real_backend)
 
 
+def test_a_thread_that_counts_as_idle_is_not_the_last_to_hold_what_it_made(real_backend, monkeypatch):
+    """A program that ends waits for busy threads alone, and JAX brings it down where another then drops an array."""
+    told, tell = threading.Event(), _Step.tell
+
+    def tell_and_stay(step):
+        tell(step)
+        assert told.wait(10)
+
+    monkeypatch.setattr(threads, "_crew", _Crew(patience_s=PATIENCE_S))
+    monkeypatch.setattr(_Step, "tell", tell_and_stay)
+
+    async def main():
+        try:
+            made = await run_in_thread("making", Big)
+            assert not threads._crew.busy
+            seen = weakref.ref(made)
+            del made
+            assert seen() is None
+        finally:
+            told.set()
+
+    anyio.run(main, backend=real_backend)
+
+
 class _Slow:
     """A lock that its first holder, once it has it, keeps for as long as another needs to come and wait for it."""
 
