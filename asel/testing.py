@@ -13,6 +13,7 @@ import random
 import selectors
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
@@ -138,27 +139,31 @@ class ScriptedMeasure:
 
 
 class ReplayMeasure:
-    """A `Measure` that hands out recorded samples in a shuffled order: strategies compared with no device.
+    """A `Measure` that hands out recorded samples: strategies are compared with no device.
 
-    `timings` has the samples of each config, or is a `TuneReport`. Nothing is waited for; `sampled` and
-    `simulated_s` tell what a strategy would have cost.
+    `timings` has the samples of each config, or is a `TuneReport`. Those of a config come in their order, over
+    and over, from a round on that `seed` picks for all: what slowed a round slows all of its samples again.
+    Nothing is waited for; `sampled` and `simulated_s` tell what a strategy would have cost.
     """
 
     def __init__(self, timings: Mapping[Any, Sequence[float]] | TuneReport[Any], seed: int = 0) -> None:
         if isinstance(timings, TuneReport):
-            timings = {o.cfg: o.samples_s for o in timings.outcomes if isinstance(o, Measured)}
-        self._timings = timings
-        self._random = random.Random(seed)
+            self._timings = [(o.cfg, o.samples_s) for o in timings.outcomes if isinstance(o, Measured)]
+        else:
+            self._timings = [(cfg, tuple(samples)) for cfg, samples in timings.items()]
+        rounds = max((len(samples) for _, samples in self._timings), default=0)
+        self._first = random.Random(seed).randrange(max(rounds, 1))
         self.sampled = 0
         self.simulated_s = 0.0
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
-        recorded: Sequence[float] | None = _scripted(self._timings, trial.cfg)
+        recorded = next((samples for cfg, samples in self._timings if cfg == trial.cfg), ())
         if not recorded:
             raise InvalidRequestError(f"nothing was recorded of {trial.cfg!r}")
+        samples = islice(cycle(recorded), self._first % len(recorded), None)
 
         async def sample() -> float:
-            seconds = self._random.choice(recorded)
+            seconds = next(samples)
             self.sampled += 1
             self.simulated_s += seconds
             return seconds

@@ -14,6 +14,7 @@ from kernels import BEST, Toy, call
 
 from asel import ConfigCache, ConfigSelectorChain, InvalidRequestError, Tuner, TuningError, device_fingerprint
 from asel.jobs import TuneJob
+from asel.measure import Trial
 from asel.testing import FakeDevice, RecordingSink, ReplayMeasure, ScriptedMeasure, run_in_virtual_time, virtual_backend
 
 BACKENDS = ["asyncio", "trio"]
@@ -144,3 +145,26 @@ async def test_recorded_timings_can_be_replayed(strategy):
     assert await Tuner(1, 3, measure=again).autotune(lambda cfg: None, (), {}, ["a", "b", "c"]) == "b"
     with pytest.raises(TuningError, match="nothing was recorded of 'd'"):
         await Tuner(measure=again).autotune(lambda cfg: None, (), {}, ["d"])
+
+
+@pytest.mark.anyio
+async def test_a_replay_begins_at_the_same_round_for_all():
+    """What slowed a round slows all of its samples again, so strategies that pair them are told no lies."""
+    timings = {"a": [1.0, 2.0, 3.0], "b": [10.0, 20.0, 30.0]}
+    for seed in range(5):
+        measure = ReplayMeasure(timings, seed)
+        a, b = [await measure.compile(Trial(cfg, None, (), {})) for cfg in timings]
+        samples = [(await a(), await b()) for _ in range(4)]
+        assert all(second == 10 * first for first, second in samples)
+        assert sorted(samples[:3]) == [(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]
+        assert samples[3] == samples[0]
+
+
+@pytest.mark.anyio
+async def test_a_report_on_configs_that_cannot_be_hashed_can_be_replayed():
+    """Configs may be dicts, here too."""
+    configs = [{"m": 1}, {"m": 2}]
+    first = ScriptedMeasure(lambda cfg: cfg["m"] / 10)
+    report = await Tuner(measure=first).tune(TuneJob(tuple(configs), lambda cfg: None, (), {}))
+    again = ReplayMeasure(report)
+    assert await Tuner(measure=again).autotune(lambda cfg: None, (), {}, configs) == {"m": 1}

@@ -7,20 +7,20 @@ a round slows all of its samples.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import cycle
 from statistics import fmean, quantiles
 
-from families import FAMILIES, NEAR_EQUALS, Oracle, record
+import anyio
+from families import FAMILIES, NEAR_EQUALS, Blocks, Oracle, record
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from asel.board import Board
-from asel.strategies import Exhaustive, Race, Sample, Strategy
+from asel import Tuner
+from asel.strategies import Exhaustive, Race, Strategy
+from asel.testing import ReplayMeasure
 
 SAMPLES = 64
 REPLAYS = 50
@@ -41,25 +41,22 @@ class Replayed:
     samples: int
     seconds: float
     regret: float
-    winner: int
+    winner: Blocks
 
 
-def replay(strategy: Strategy, oracle: Oracle, seed: int) -> Replayed:
+async def replay(strategy: Strategy, oracle: Oracle, seed: int) -> Replayed:
     """Run a strategy against recorded timings, from a round of its own on."""
-    first = random.Random(seed).randrange(SAMPLES)
-    rounds = [cycle([*taken[first:], *taken[:first]]) for taken in oracle.samples_s]
     if isinstance(strategy, Race):
         strategy = replace(strategy, seed=seed)
-    board, samples, seconds = Board(list(range(len(rounds)))), 0, 0.0
-    for step in strategy.plan(board):
-        if isinstance(step, Sample):
-            taken = next(rounds[step.index])
-            board.record(step.index, taken)
-            samples, seconds = samples + 1, seconds + taken
-        else:
-            board.drop(step.index, step.round)
-    winner = board.winner()
-    return Replayed(samples, seconds, oracle.regret(oracle.family.candidates[winner]), winner)
+    family = oracle.family
+    measure = ReplayMeasure(dict(zip(family.candidates, oracle.samples_s, strict=True)), seed)
+    tuner = Tuner[Blocks](measure=measure, strategy=strategy)
+    winner = await tuner.autotune(family.make, (), {}, family.candidates)
+    return Replayed(measure.sampled, measure.simulated_s, oracle.regret(winner), winner)
+
+
+async def replays(strategy: Strategy, oracle: Oracle) -> list[Replayed]:
+    return [await replay(strategy, oracle, seed) for seed in range(REPLAYS)]
 
 
 def main() -> int:
@@ -73,7 +70,7 @@ def main() -> int:
     for heading in ("samples", "seconds", "regret, mean", "p90", "worst", "same winner"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, strategy in STRATEGIES.items():
-        runs = [replay(strategy, oracle, seed) for seed in range(REPLAYS)]
+        runs = anyio.run(replays, strategy, oracle)
         regrets = [run.regret for run in runs]
         shown = (fmean(regrets), quantiles(regrets, n=10, method="inclusive")[8], max(regrets))
         taken = f"{fmean(run.samples for run in runs):,.0f}", f"{fmean(run.seconds for run in runs):.3f}"
