@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+
+import hypothesis  # noqa: F401 - it looks for who refers to what trio gives it, and would not see those that are frozen
 import jax  # noqa: F401 - as any program has that asks for configs: importing it is no business of the event loop
 import pytest
 from blockbuster import blockbuster_ctx
 
 from asel.registry import clear_invocations
 from asel.testing import virtual_backend
+
+
+def pytest_collection_finish():
+    """What was imported stays: a collection that looks through all of JAX takes an eighth of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -22,7 +31,7 @@ def real_backend(request):
     return request.param
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _loop_is_never_blocked():
     """A blocking call on an asyncio event loop fails the test that made it."""
     with blockbuster_ctx(scanned_modules=["asel"]):

@@ -1,21 +1,44 @@
-"""One process of a fleet: `python fleet.py LOCATION LOG`; tunes the key it is asked for and prints its answer.
+"""One process of a fleet: `python fleet.py BACKEND` tunes the key it is asked for, again and again.
 
-It says `ready`, waits for a line on its input, and logs each candidate it measures, so that a test
-can count the tunes of a whole fleet. `Fleet` is the test's side of it.
+It says `ready`, and answers each line of its input, which is an `Order`: it prints `measuring` for each sample it
+takes and its answer in the end, and logs who measured, so that a test can count the tunes of a whole fleet.
+`Fleet` is the test's side of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
+
+
+@dataclass
+class Order:
+    """What a process of the fleet is to do."""
+
+    location: str
+    log: str
+    sample_s: float = 0.05
+    hang: bool = False
+    """Whether it never finishes its first sample."""
+    favourite: int = 3
+    """The config that is fastest there."""
+    wait_s: float | None = None
+    lease_s: float | None = None
+    """Of a claim in Redis."""
+
+    @property
+    def tuners(self) -> set[str]:
+        """The processes that measured something."""
+        log = Path(self.log)
+        return set(log.read_text().split()) if log.exists() else set()
 
 
 @dataclass
@@ -30,15 +53,15 @@ class Answer:
 class Member:
     """The test's handle on one process."""
 
-    def __init__(self, location: str, log: Path, *options: str, backend: str = "asyncio") -> None:
-        command = [sys.executable, __file__, location, str(log), "--backend", backend, *options]
+    def __init__(self, backend: str = "asyncio") -> None:
+        command = [sys.executable, __file__, backend]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ready(self) -> None:
-        assert self.process.stdout.readline() == "ready\n"
+        assert self.says() == "ready"
 
-    def go(self) -> None:
-        self.process.stdin.write("go\n")
+    def go(self, order: Order) -> None:
+        self.process.stdin.write(json.dumps(asdict(order)) + "\n")
         self.process.stdin.flush()
 
     def says(self) -> str:
@@ -61,13 +84,11 @@ class Member:
 
 
 class Fleet:
-    """Some processes over one store, every other one on trio."""
+    """Some processes, every other one on trio."""
 
-    def __init__(self, location: str, log: Path, size: int, *options: str) -> None:
-        self._log = log
+    def __init__(self, size: int) -> None:
         with ExitStack() as stack:
-            backends = islice(cycle(("asyncio", "trio")), size)
-            self.members = [Member(location, log, *options, backend=backend) for backend in backends]
+            self.members = [Member(backend) for backend in islice(cycle(("asyncio", "trio")), size)]
             for member in self.members:
                 stack.callback(member.end)
             for member in self.members:
@@ -80,30 +101,16 @@ class Fleet:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def answers(self) -> list[Answer]:
-        """Let all of them go at once and return what they say."""
-        for member in self.members:
-            member.go()
-        return [member.answer() for member in self.members]
 
-    @property
-    def tuners(self) -> set[str]:
-        """The processes that measured something."""
-        return set(self._log.read_text().split()) if self._log.exists() else set()
+def answers(members: Iterable[Member], order: Order) -> list[Answer]:
+    """Let all of them go at once and return what they say."""
+    members = list(members)
+    for member in members:
+        member.go(order)
+    return [member.answer() for member in members]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("location")
-    parser.add_argument("log")
-    parser.add_argument("--backend", default="asyncio")
-    parser.add_argument("--sample-s", type=float, default=0.05)
-    parser.add_argument("--hang", action="store_true", help="never finish the first sample")
-    parser.add_argument("--favourite", type=int, default=3, help="the config that is fastest here")
-    parser.add_argument("--wait-s", type=float)
-    parser.add_argument("--lease-s", type=float, help="of a claim in Redis")
-    given = parser.parse_args()
-
+def main(backend: str) -> None:
     import anyio
     import jax  # noqa: F401 - before anyone is told to go
     from kernels import Blocks, Toy, call
@@ -113,24 +120,26 @@ def main() -> None:
     from asel.testing import RecordingSink
 
     class Logging:
+        def __init__(self, order: Order) -> None:
+            self.order = order
+
         async def compile(self, trial):
             async def sample():
                 print("measuring", flush=True)
-                with open(given.log, "a") as log:  # noqa: ASYNC230
+                with open(self.order.log, "a") as log:  # noqa: ASYNC230
                     log.write(f"{os.getpid()}\n")
-                await anyio.sleep(1000 if given.hang else given.sample_s)
-                return 0.1 if trial.cfg.m == given.favourite else 0.3
+                await anyio.sleep(1000 if self.order.hang else self.order.sample_s)
+                return 0.1 if trial.cfg.m == self.order.favourite else 0.3
 
             return sample
 
-    async def choose() -> Answer:
-        sink = RecordingSink()
-        store = given.location
-        if given.lease_s is not None:
-            store = RedisStore(given.location, lease_s=given.lease_s, renew_s=given.lease_s / 3)
+    async def choose(order: Order) -> Answer:
+        sink, store = RecordingSink(), order.location
+        if order.lease_s is not None:
+            store = RedisStore(order.location, lease_s=order.lease_s, renew_s=order.lease_s / 3)
         cache = PersistentCache("toy", store, cfg_type=Blocks)
-        tuner = Tuner(0, 1, measure=Logging(), strategy="exhaustive")
-        policy = AutotunePolicy(wait_s=given.wait_s)
+        tuner = Tuner(0, 1, measure=Logging(order), strategy="exhaustive")
+        policy = AutotunePolicy(wait_s=order.wait_s)
         async with ConfigSelectorChain(None, policy, tuner, cache, sinks=[sink]) as chain:
             selection = await chain.select(call(), Toy())
             await chain.settled()
@@ -138,9 +147,10 @@ def main() -> None:
         return Answer(asdict(cfg), selection.tier, sink.names)
 
     print("ready", flush=True)
-    sys.stdin.readline()
-    print(json.dumps(asdict(anyio.run(choose, backend=given.backend))), flush=True)
+    for line in sys.stdin:
+        answer = anyio.run(choose, Order(**json.loads(line)), backend=backend)
+        print(json.dumps(asdict(answer)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

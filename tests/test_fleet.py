@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
-from fleet import Fleet, Member
+from fleet import Fleet, Member, Order, answers
 from redis_server import RedisServer
 
 pytestmark = pytest.mark.timeout(120)  # each process loads JAX
@@ -24,53 +25,54 @@ def location(request, tmp_path):
         yield str(tmp_path / ("cache" if request.param == "directory" else "cache.json"))
 
 
+@pytest.fixture(scope="module")
+def fleet():
+    """Eight processes, half of them on trio, that answer one test after the other."""
+    with Fleet(8) as fleet:
+        yield fleet.members
+
+
 @contextmanager
-def ended(*members: Member):
+def one_more(order: Order):
+    """A process that has begun a tune, and may be killed."""
+    member = Member()
     try:
-        yield
+        member.ready()
+        member.go(order)
+        assert member.says() == "measuring"
+        yield member
     finally:
-        for member in members:
-            member.end()
+        member.end()
 
 
-def test_eight_processes_and_one_cold_key_make_one_tune(location, tmp_path):
+def test_eight_processes_and_one_cold_key_make_one_tune(fleet, location, tmp_path):
     """Everyone gets the same answer, and only one had to work for it."""
-    with Fleet(location, tmp_path / "log", 8) as fleet:
-        answers = fleet.answers()
-        assert [answer.cfg for answer in answers] == [BEST] * 8
-        assert len(fleet.tuners) == 1
-    assert sorted(answer.tier for answer in answers) == ["autotune"] + ["persistent"] * 7
-    assert sum(answer.events.count("autotune_start") for answer in answers) == 1
-    assert sum(answer.events.count("persisted") for answer in answers) == 1
+    order = Order(location, str(tmp_path / "log"))
+    said = answers(fleet, order)
+    assert [answer.cfg for answer in said] == [BEST] * 8
+    assert len(order.tuners) == 1
+    assert sorted(answer.tier for answer in said) == ["autotune"] + ["persistent"] * 7
+    assert sum(answer.events.count("autotune_start") for answer in said) == 1
+    assert sum(answer.events.count("persisted") for answer in said) == 1
 
 
-def test_a_holder_that_is_killed_is_replaced_by_one_other(location, tmp_path):
+def test_a_holder_that_is_killed_is_replaced_by_one_other(fleet, location, tmp_path):
     """A file's lock ends with its process, a lease soon after: the tune is finished by one of those who waited."""
-    log, options = tmp_path / "log", ("--lease-s", "2") if location.startswith("redis") else ()
-    holder = Member(location, log, "--hang", *options)
-    with ended(holder):
-        holder.ready()
-        holder.go()
-        assert holder.says() == "measuring"
-        with Fleet(location, log, 3, *options) as fleet:
-            for member in fleet.members:
-                member.go()
-            holder.process.send_signal(signal.SIGKILL)
-            assert [member.answer().cfg for member in fleet.members] == [BEST] * 3
-            assert len(fleet.tuners - {str(holder.process.pid)}) == 1
+    order = Order(location, str(tmp_path / "log"), lease_s=2.0 if location.startswith("redis") else None)
+    with one_more(replace(order, hang=True)) as holder:
+        others = fleet[:3]
+        for member in others:
+            member.go(order)
+        holder.process.send_signal(signal.SIGKILL)
+        assert [member.answer().cfg for member in others] == [BEST] * 3
+        assert len(order.tuners - {str(holder.process.pid)}) == 1
 
 
-def test_a_holder_that_is_stopped_delays_others_no_longer_than_they_wait(tmp_path):
+def test_a_holder_that_is_stopped_delays_others_no_longer_than_they_wait(fleet, tmp_path):
     """A stuck holder blocks nobody beyond `wait_s`; the first to store settles it, also for the stuck one."""
-    location, log = str(tmp_path / "cache"), tmp_path / "log"
-    stuck = Member(location, log, "--favourite", "2", "--sample-s", "0.2")
-    with ended(stuck):
-        stuck.ready()
-        stuck.go()
-        assert stuck.says() == "measuring"
+    order = Order(str(tmp_path / "cache"), str(tmp_path / "log"), wait_s=0.5)
+    with one_more(replace(order, favourite=2, sample_s=0.2, wait_s=None)) as stuck:
         stuck.process.send_signal(signal.SIGSTOP)
-        with Fleet(location, log, 2, "--wait-s", "0.5") as fleet:
-            answers = fleet.answers()
-        assert [answer.cfg for answer in answers] == [BEST] * 2
+        assert [answer.cfg for answer in answers(fleet[:2], order)] == [BEST] * 2
         stuck.process.send_signal(signal.SIGCONT)
         assert stuck.answer().cfg == BEST  # not its own favourite

@@ -306,9 +306,10 @@ async def test_on_an_event_loop_it_is_closed_in_a_thread():
 
 @pytest.mark.timeout(120)
 def test_the_demo_can_be_seen_in_a_collector():
-    """`asel demo --otlp URL`: cold, crowded, traced, each with its trace."""
+    """`asel demo --otlp URL`: cold, crowded, traced, each with its trace; on trio here."""
     with receiving() as receiver:
-        command = [sys.executable, "-c", "from asel.cli import main; main()", "demo", "--otlp", receiver.endpoint]
+        options = ["--backend", "trio", "--otlp", receiver.endpoint]
+        command = [sys.executable, "-c", "from asel.cli import main; main()", "demo", *options]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         assert "telemetry of 'asel-demo'" in result.stdout

@@ -108,28 +108,34 @@ def tune_in_thread(backend, op, tuner):
     return anyio.run(main, backend=backend)
 
 
-def test_a_candidate_that_kills_its_process_costs_one_outcome(real_backend):
+@pytest.mark.parametrize(
+    ("real_backend", "fatal", "stage", "code"),
+    [
+        ("asyncio", "exit", "compile", 3),
+        ("trio", "segfault", "compile", -11),
+        ("trio", "exit while running", "measure", 3),
+    ],
+)
+def test_a_candidate_that_kills_its_process_costs_one_outcome(real_backend, fatal, stage, code):
     """os._exit and a segmentation fault end the worker; the others are timed in the next one."""
-    report = tune(real_backend, hostile("exit", "segfault", "raise", "exit while running", "print"), X)
+    report = tune(real_backend, hostile(fatal, "raise", "print"), X)
     assert report.winner == "fast"
-    slow, left, crashed, raised, left_running, printed, fast = report.outcomes
+    slow, died, raised, printed, fast = report.outcomes
     assert all(isinstance(o, Measured) for o in (slow, printed, fast))
-    assert (left.stage, left.error_type) == ("compile", "WorkerDied")
-    assert "exit code 3" in left.message
-    assert (crashed.stage, "exit code -11" in crashed.message) == ("compile", True)
+    assert (died.stage, died.error_type) == (stage, "WorkerDied")
+    assert f"exit code {code}" in died.message
     assert raised == Failed("raise", "compile", "ZeroDivisionError", "on purpose")
-    assert (left_running.stage, left_running.error_type) == ("measure", "WorkerDied")
 
 
 @pytest.mark.parametrize(("real_backend", "step"), [("asyncio", "spin"), ("trio", "spin while running")])
 def test_a_candidate_that_spins_is_killed_on_time(real_backend, step):
     """No thread is left behind, and the device is free: the rest are measured."""
     told = []
-    report = tune(real_backend, hostile(step), X, timeout_s=2.0, told=told.append)
+    report = tune(real_backend, hostile(step), X, timeout_s=1.5, told=told.append)
     assert report.winner == "fast"
     (failed,) = [event for event in told if event.name == "candidate_failed"]
     start, end = failed.measured or failed.compiled
-    assert 2.0 <= end - start < 3.5
+    assert 1.5 <= end - start < 3.0
     assert report.outcomes[1].error_type == "TimeoutError"
     assert isinstance(report.outcomes[2], Measured)
 
@@ -200,12 +206,16 @@ def test_a_worker_ends_with_the_program_in_the_middle_of_a_step():
         assert ends_within(3, worker)
 
 
-@pytest.mark.parametrize("real_backend", ["asyncio"])
-def test_decorated_kernels_and_pytrees_travel(real_backend):
+def test_decorated_kernels_and_pytrees_travel():
     """A `@kernel` is found by its name, and arguments arrive as they were."""
-    assert tune(real_backend, decorated, X).winner == 1
     tree = {"x": X, "half": jnp.ones(3, jnp.bfloat16)}
-    assert tune(real_backend, of_tree, tree, scale=2).winner == "a"
+
+    async def main():
+        async with Bench(tuner=Tuner(1, 2, isolation="process"), allow={"allow_heuristics": False}).chain as chain:
+            assert await chain.choose(Invocation(decorated.op_id, (X,), {}), decorated) == 1
+            assert await chain.choose(Invocation(of_tree.op_id, (tree,), {"scale": 2}), of_tree) == "a"
+
+    anyio.run(main)
 
 
 class Local(Hostile):
@@ -250,6 +260,7 @@ def test_what_cannot_be_imported_says_so(real_backend, what):
     assert "top level of a module" in failed[0].message
 
 
+@pytest.mark.parametrize("real_backend", ["trio"])
 def test_a_tuner_alone_leaves_no_worker(real_backend):
     """`autotune` without a chain ends what it started; `async with` keeps it for the next."""
 
@@ -273,8 +284,8 @@ def test_isolation_is_one_of_two():
 
 @pytest.mark.parametrize(
     ("real_backend", "strike"),
-    [("asyncio", signal.SIGKILL), ("trio", signal.SIGKILL), ("trio", signal.SIGSTOP)],
-    ids=["died, asyncio", "died, trio", "mute"],
+    [("trio", signal.SIGKILL), ("asyncio", signal.SIGSTOP)],
+    ids=["died", "mute"],
 )
 def test_a_worker_that_died_or_fell_silent_while_idle_is_replaced(real_backend, strike, monkeypatch):
     """Between two tunes a worker may be killed or stopped; the next tune starts another and nobody pays for it."""
@@ -335,13 +346,13 @@ def test_waiting_for_another_tunes_worker_is_nobodys_time(real_backend, monkeypa
 
             def start_the_other(event) -> None:
                 if event.name == "candidate_start" and event.index == 2:
-                    tasks.start_soon(tune_one, "patient", 2.0, ("slow", "print", "fast"))
+                    tasks.start_soon(tune_one, "patient", 1.5, ("slow", "print", "fast"))
 
-            await tune_one("hung", 3.5, ("slow", "spin while running", "fast"), start_the_other)
+            await tune_one("hung", 2.5, ("slow", "spin while running", "fast"), start_the_other)
 
     anyio.run(main, backend=real_backend)
     assert [type(o) for o in reports["patient"].outcomes] == [Measured] * 3, reports["patient"].outcomes
-    assert reports["patient"].seconds > 2.0, "it did have to wait"
+    assert reports["patient"].seconds > 1.5, "it did have to wait"
     assert [type(o) for o in reports["hung"].outcomes] == [Measured, Failed, Measured]
 
 
@@ -351,11 +362,11 @@ def test_compiling_again_is_a_step_like_any_other(real_backend, monkeypatch, tmp
     monkeypatch.setenv("ASEL_TEST_MARKER", str(tmp_path / "compiled once"))
     configs = ("slow", "exit while running", "spin when compiled again", "fast")
     make = lambda cfg: functools.partial(Hostile().run, cfg=cfg)  # noqa: E731
-    job = TuneJob(configs, make, (X,), {}, incumbent=0, candidate_timeout_s=2.0)
+    job = TuneJob(configs, make, (X,), {}, incumbent=0, candidate_timeout_s=1.5)
     report = anyio.run(Tuner(1, 2, isolation="process").tune, job, backend=real_backend)
     assert [type(o) for o in report.outcomes] == [Measured, Failed, Failed, Measured]
-    assert report.outcomes[2] == Failed(configs[2], "measure", "TimeoutError", "took longer than 2 s")
-    assert job.spent_s > 2.0
+    assert report.outcomes[2] == Failed(configs[2], "measure", "TimeoutError", "took longer than 1.5 s")
+    assert job.spent_s > 1.5
 
 
 @pytest.mark.parametrize("real_backend", ["trio"])
@@ -429,12 +440,12 @@ class Here:
         return x * self.cfg
 
 async def main():
-    tuner = Tuner(1, 1, isolation="process")
-    print(await tuner.autotune(of_config, (jnp.ones(8),), {}, [1, 2000]))
-    try:
-        await tuner.autotune(Here, (jnp.ones(8),), {}, [1, 2])
-    except TuningError as error:
-        print(error.outcomes[0].message)
+    async with Tuner(1, 1, isolation="process") as tuner:
+        print(await tuner.autotune(of_config, (jnp.ones(8),), {}, [1, 2000]))
+        try:
+            await tuner.autotune(Here, (jnp.ones(8),), {}, [1, 2])
+        except TuningError as error:
+            print(error.outcomes[0].message)
 
 anyio.run(main)
 """

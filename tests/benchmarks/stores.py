@@ -25,7 +25,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fleet import Fleet
+from fleet import Fleet, Order, answers
 from redis_server import RedisServer
 
 from asel.keys import CacheKey
@@ -189,13 +189,13 @@ def time_fleets() -> tuple[Table, bool]:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             redis = stack.enter_context(RedisServer())
             for name, location in {"directory": f"{folder}/c", "redis": redis.url()}.items():
-                log = Path(folder) / f"{name}.log"
-                with Fleet(location, log, size, "--sample-s", "0.3") as fleet:
+                order = Order(location, f"{folder}/{name}.log", sample_s=0.3)
+                with Fleet(size) as fleet:
                     start = perf_counter()
-                    answers = fleet.answers()
+                    said = answers(fleet.members, order)
                     taken = perf_counter() - start
-                    tunes = len(fleet.tuners)
-                ok = tunes == 1 and len({str(answer.cfg) for answer in answers}) == 1
+                tunes = len(order.tuners)
+                ok = tunes == 1 and len({str(answer.cfg) for answer in said}) == 1
                 kept = kept and ok
                 table.add_row(name, str(size), str(tunes), f"{taken:.2f}", "[green]ok" if ok else "[bold red]OVER")
     return table, kept
