@@ -37,6 +37,8 @@ __all__ = ["Tuner"]
 logger = logging.getLogger("asel")
 
 _STUCK = "an abandoned candidate still occupies the device"
+# Compiling may take so much of what is left of a budget: what is compiled and never measured was for nothing.
+_COMPILING = 0.75
 
 
 class Tuner(Generic[Cfg]):
@@ -169,12 +171,13 @@ class Tuner(Generic[Cfg]):
 
     async def _compile_all(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
         waiting = deque(i for i in group if i not in job.outcomes and i not in job.runners and i not in job.aliases)
+        until_s = job.spent_s + _COMPILING * (job.tune_budget_s - job.spent_s)
 
         async def work() -> None:
             while waiting:
                 index = waiting.popleft()
-                if job.is_broke and job.steps:  # one is tried, whatever it took to begin
-                    job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent")
+                if job.spent_s >= until_s and job.steps:  # one is tried, whatever it took to begin
+                    job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it")
                 else:
                     await self._compile(job, index)
 

@@ -503,7 +503,8 @@ async def test_a_tune_is_no_longer_than_its_budget(stage):
     report = await tuner.tune(job_of("a", "slow", "c", tune_budget_s=4.0, candidate_timeout_s=30.0))
     assert anyio.current_time() - start == pytest.approx(20.0)
     assert report.winner == "a"
-    assert report.outcomes[2] == Skipped("c", "the tune's budget of 4 s was spent")
+    why = "left no time to compile it" if stage == "compile" else "was spent"
+    assert report.outcomes[2] == Skipped("c", f"the tune's budget of 4 s {why}")
 
 
 @pytest.mark.anyio
@@ -515,7 +516,30 @@ async def test_once_the_budget_is_spent_nothing_more_is_compiled(cores, compiled
     report = await tuner.tune(job_of("a", "b", "c", "d", "e", tune_budget_s=2.0))
     assert sorted(measure.compiled) == compiled
     assert report.seconds == pytest.approx(3.0)
-    assert report.outcomes[3:] == tuple(Skipped(cfg, "the tune's budget of 2 s was spent") for cfg in "de")
+    late = "the tune's budget of 2 s left no time to compile it"
+    assert report.outcomes[3:] == tuple(Skipped(cfg, late) for cfg in "de")
+
+
+@pytest.mark.anyio
+async def test_compiling_leaves_time_to_measure_what_was_compiled():
+    """It may take three quarters of the budget: a tune that only compiles, and measures nobody, was for nothing."""
+    costs = {cfg: 0.3 - 0.02 * number for number, cfg in enumerate("abcdefgh")}
+    tuner, measure = tuner_of(costs, compile_s=10.0)
+    report = await tuner.tune(job_of(*costs, incumbent=0, tune_budget_s=60.0))
+    assert measure.compiled == list("abcde")
+    assert kinds(report.outcomes) == [Measured] * 5 + [Skipped] * 3
+    assert report.winner == "e"
+    assert report.seconds < 60.0
+
+
+@pytest.mark.anyio
+async def test_a_group_has_three_quarters_of_what_those_before_it_left():
+    """A group that fails leaves the next a part of the budget, and that one measures what it compiles too."""
+    tuner, measure = tuner_of(0.1, compile_s=10.0, run_errors={cfg: ValueError("no") for cfg in "abcd"})
+    groups = tuple((int(cfg in "abcd"), 0) for cfg in "abcdefgh")
+    report = await tuner.tune(job_of(*"abcdefgh", groups=groups, tune_budget_s=48.0))
+    assert measure.compiled == list("abcde")  # 36 s of 48 are over after the fourth, and 9 of 12 after the fifth
+    assert kinds(report.outcomes) == [Failed] * 4 + [Measured] + [Skipped] * 3
 
 
 class Checked(ScriptedMeasure):
@@ -584,7 +608,7 @@ async def test_a_spent_budget_gives_the_first_candidate_one_run(strategy, warmup
     assert anyio.current_time() - start == pytest.approx(25.0)
     assert (measure.compiled, measure.sampled) == (["a"], ["a"])
     assert (report.winner, report.best.samples_s) == ("a", (20.0,))
-    assert report.outcomes[1] == Skipped("b", "the tune's budget of 4 s was spent")
+    assert report.outcomes[1] == Skipped("b", "the tune's budget of 4 s left no time to compile it")
 
 
 @pytest.mark.anyio

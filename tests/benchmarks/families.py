@@ -153,50 +153,59 @@ def program_text(lowered: jax.stages.Lowered) -> str:
 
 
 def record(family: Family, samples: int) -> Oracle:
-    """Return `samples` interleaved samples of every candidate; those with the same program have them in common."""
-    args = family.args
-    lowered = [jax.jit(family.make(cfg)).lower(*args) for cfg in family.candidates]
-    texts = [program_text(one) for one in lowered]
-    distinct = list(dict.fromkeys(texts))
-    compiled = [lowered[texts.index(text)].compile() for text in distinct]
+    """Return an oracle that has seen every candidate `samples` times."""
+    oracle = Oracle(family)
+    oracle.watch(samples)
+    return oracle
 
-    def sample(index: int, runs: int) -> float:
+
+class Oracle:
+    """Knows every candidate's time: the mean of the middle half of its samples, which nobody's pauses move.
+
+    It may watch by and by: what others do to a shared machine changes from one minute to the next.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self._args = family.args
+        lowered = [jax.jit(family.make(cfg)).lower(*self._args) for cfg in family.candidates]
+        texts = [program_text(one) for one in lowered]
+        distinct = list(dict.fromkeys(texts))
+        self._programs = [distinct.index(text) for text in texts]
+        self._compiled = [lowered[texts.index(text)].compile() for text in distinct]
+        once = [min(self._sample(index, 1) for _ in range(2)) for index in range(len(distinct))]
+        self._runs = [ceil(LEAST_SAMPLE_S / seconds) for seconds in once]
+        self._taken: list[list[float]] = [[] for _ in distinct]
+
+    def watch(self, rounds: int) -> None:
+        """Take so many interleaved samples of every program."""
+        order = list(range(len(self._compiled)))
+        gc.collect()
+        with without_gc():
+            for _ in range(rounds):
+                random.Random(len(self._taken[0])).shuffle(order)
+                for index in order:
+                    self._taken[index].append(self._sample(index, self._runs[index]))
+
+    def _sample(self, index: int, runs: int) -> float:
+        run = self._compiled[index]
         if runs > 1:
-            jax.block_until_ready(compiled[index](*args))  # cold, after those of others
+            jax.block_until_ready(run(*self._args))  # cold, after those of others
         start = perf_counter()
         for _ in range(runs):
-            jax.block_until_ready(compiled[index](*args))
+            jax.block_until_ready(run(*self._args))
         return (perf_counter() - start) / runs
 
-    order = list(range(len(compiled)))
-    runs = [ceil(LEAST_SAMPLE_S / min(sample(index, 1) for _ in range(2))) for index in order]
-    taken: list[list[float]] = [[] for _ in order]
-    gc.collect()
-    with without_gc():
-        for number in range(samples):
-            random.Random(number).shuffle(order)
-            for index in order:
-                taken[index].append(sample(index, runs[index]))
-    return Oracle(family, [taken[distinct.index(text)] for text in texts])
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """Knows every candidate's time: the mean of the middle half of its samples, which nobody's pauses move."""
-
-    family: Family
-    samples_s: list[list[float]]
+    @property
+    def samples_s(self) -> list[list[float]]:
+        """Every candidate's samples; those with the same program have them in common."""
+        return [self._taken[program] for program in self._programs]
 
     def regret(self, cfg: Blocks) -> float:
         """Return by how much, as a fraction, `cfg` is slower than the best."""
-        times = dict(zip(self.family.candidates, map(level, self.samples_s), strict=True))
-        return times[cfg] / min(times.values()) - 1
+        program = self._programs[self.family.candidates.index(cfg)]
+        return level(self._taken[program]) / self.best_s - 1
 
     @property
     def best_s(self) -> float:
-        return min(map(level, self.samples_s))
-
-    @property
-    def round_s(self) -> float:
-        """The seconds in which every candidate runs once."""
-        return sum(map(level, self.samples_s))
+        return min(map(level, self._taken))
