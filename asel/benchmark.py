@@ -32,6 +32,8 @@ _BATCHES = 3
 # A batch as long as this needs no others beside it, and no cold run before it.
 _SHORT_S = 2e-3
 _BREATH_S = 100e-6
+# A constant with more elements than this is not read to find out whose program is whose.
+_MOST_ELEMENTS = 4096
 logger = logging.getLogger("asel")
 
 
@@ -108,20 +110,40 @@ class Program:
 
     def run(self, times: int, timer: Callable[[], float]) -> float:
         """Return the seconds that `times` runs took, each waited for."""
-        executable = self._executable
-        assert executable is not None
         with settings_held(self._trial.settings):
-            arrays = self._arrays
-            if self.how == "eager":
-                arrays, times = _copies(arrays), 1
-            start = timer()
-            for _ in range(times):
-                jax.block_until_ready(executable(*arrays))  # type: ignore[no-untyped-call]
-            return timer() - start
+            try:
+                return self._timed(times, timer)
+            except RuntimeError:
+                if not self._replace_deleted():
+                    raise
+                return self._timed(times, timer)
+
+    def _timed(self, times: int, timer: Callable[[], float]) -> float:
+        executable, arrays = self._executable, self._arrays
+        assert executable is not None
+        if self.how == "eager":
+            arrays, times = _copies(arrays), 1
+        start = timer()
+        for _ in range(times):
+            jax.block_until_ready(executable(*arrays))  # type: ignore[no-untyped-call]
+        return timer() - start
+
+    def _replace_deleted(self) -> bool:
+        """Have zeros in the place of what the caller has donated since, for all candidates; tell if there was any."""
+        deleted = [index for index, array in enumerate(self._arrays) if _is_deleted(array)]
+        for index in deleted:
+            self._arrays[index] = concrete(self._arrays[index], self._trial.device)
+        return bool(deleted)
 
     def outputs(self) -> list[Any]:
-        """Return what a forward run returns, on the host: numbers, since an object might do anything if unpickled."""
+        """Return what a forward run returns, on the host: numbers, since an object might do anything if unpickled.
+
+        Raises:
+            RuntimeError: the caller has donated an argument, so there is nothing left to compute the same with.
+        """
         with settings_held(self._trial.settings):
+            if any(map(_is_deleted, self._arrays)):
+                raise RuntimeError("an argument was donated by its caller while outputs were being compared")
             if self.how == "eager":
                 outputs = self._forward(*_copies(self._arrays))
             elif self.how == "forward" and self._executable is not None:
@@ -276,7 +298,12 @@ def _breathe() -> None:
 
 
 def _fingerprint(how: How, lowered: Any) -> str | None:
-    text = lowered.as_text()
+    """Return what tells a program from others; None where that is more than a short text."""
+    module = lowered.compiler_ir("stablehlo")
+    text = module.operation.get_asm(large_elements_limit=_MOST_ELEMENTS, enable_debug_info=False)
+    # Captured arrays make megabytes of text, which takes longer to read than to compile, with the interpreter held.
+    if "__elided__" in text:
+        return None
     if "callback" in text:  # a call to the host is in the text by number, and what it calls is not
         return None
     # Functions are named after what was jitted: two programs are the same whatever their parts are called.
@@ -339,10 +366,17 @@ def _on_real_devices(sharding: Any) -> Any:
 
 
 def abstract(leaf: Any) -> Any:
-    """Return `leaf`, or its shape where it is a tracer, which must not outlive its trace."""
+    """Return `leaf`, or its shape where it is a tracer, which must not outlive its trace, or was donated."""
+    if _is_deleted(leaf):
+        sharding = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)  # type: ignore[no-untyped-call]
     if not isinstance(leaf, jax.core.Tracer):
         return leaf
     aval: Any = leaf.aval
     sharding = aval.sharding if aval_form(aval)[3] else None
     weak_type = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)  # type: ignore[no-untyped-call]
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()

@@ -115,12 +115,12 @@ def devices_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> set[Any]:
 def _devices(leaf: Any) -> Iterable[Any]:
     import jax
 
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        try:
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        try:  # not by `devices()`: an array that its caller has donated since has a sharding all the same
             return () if leaf.sharding is None else leaf.sharding.device_set
         except ValueError:  # over an abstract mesh
             return ()
-    return leaf.devices() if isinstance(leaf, jax.Array) or is_duck_array(leaf) else ()
+    return leaf.devices() if is_duck_array(leaf) else ()
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:

@@ -211,11 +211,16 @@ def example_inputs_of(kernel: Any, inv: Any) -> Callable[[], Any] | None:
 
     def example() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         made = make(inv)
-        has_kwargs = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
+        # An array and a dict of parameters are two arguments: only args in a tuple of their own have kwargs beside them
+        has_kwargs = isinstance(made, tuple) and len(made) == 2 and _are_args(*made)
         args, kwargs = made if has_kwargs else (made, inv.kwargs)
         return tuple(args), dict(kwargs)
 
     return example
+
+
+def _are_args(args: Any, kwargs: Any) -> bool:
+    return isinstance(args, tuple | list) and isinstance(kwargs, Mapping)
 
 
 def has_default_candidates(kernel: Any) -> bool:
@@ -257,35 +262,23 @@ def bind(kernel: Any, inv: Any, platform: str, cfg: Any) -> Callable[..., Any]:
 
 
 def _bind_shard_map(kernel: Any, inv: Any, platform: str, cfg: Any) -> Callable[..., Any]:
+    # Partials of functions that a worker process can import, and nothing of the call but what they need.
+    how = {"mesh": inv.mesh, "in_specs": inv.in_specs, "out_specs": inv.out_specs, "check_vma": inv.check_vma}
     wrapper = getattr(kernel, "create_shard_map_wrapper", None)
     if wrapper is not None:
-        # ejKernel's protocol: the kernel wraps itself, and may want the last word on the outputs.
-        def run_wrapped(*args: Any, **kwargs: Any) -> Any:
-            mapped, call_args, *callback = wrapper(
-                *args,
-                cfg=cfg,
-                mesh=inv.mesh,
-                in_specs=inv.in_specs,
-                out_specs=inv.out_specs,
-                check_vma=inv.check_vma,
-                **kwargs,
-            )
-            outputs = mapped(*call_args)
-            return callback[0](outputs, cfg=cfg) if callback and callback[0] is not None else outputs
-
-        return run_wrapped
-
+        return functools.partial(_run_wrapped, wrapper, how, cfg)
     run = variant(kernel, "run", platform, "shard_map") or kernel.run
+    return functools.partial(_run_mapped, run, how, cfg)
 
-    def run_mapped(*args: Any, **kwargs: Any) -> Any:
-        import jax
 
-        return jax.shard_map(
-            functools.partial(run, cfg=cfg, **kwargs),
-            mesh=inv.mesh,
-            in_specs=inv.in_specs,
-            out_specs=inv.out_specs,
-            check_vma=inv.check_vma,
-        )(*args)
+def _run_wrapped(wrapper: Callable[..., Any], how: dict[str, Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a kernel that wraps itself, as ejKernel's do, and may want the last word on the outputs."""
+    mapped, call_args, *callback = wrapper(*args, cfg=cfg, **how, **kwargs)
+    outputs = mapped(*call_args)
+    return callback[0](outputs, cfg=cfg) if callback and callback[0] is not None else outputs
 
-    return run_mapped
+
+def _run_mapped(run: Callable[..., Any], how: dict[str, Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    import jax
+
+    return jax.shard_map(functools.partial(run, cfg=cfg, **kwargs), **how)(*args)

@@ -89,7 +89,10 @@ class TuneReport(Generic[Cfg]):
     @property
     def best(self) -> Measured[Cfg] | None:
         """The winner's own measurement."""
-        return next((o for o in self.outcomes if isinstance(o, Measured) and o.cfg == self.winner), None)
+        return self._measured(self.winner)
+
+    def _measured(self, cfg: Cfg) -> Measured[Cfg] | None:
+        return next((o for o in self.outcomes if isinstance(o, Measured) and alike(o.cfg, cfg)), None)
 
     def runners_up(self, failed: Iterable[Cfg]) -> list[Cfg]:
         """Return what else was measured, best first, without those that failed and whoever has their program.
@@ -111,12 +114,11 @@ class TuneReport(Generic[Cfg]):
         """Return the report as it reads once `cfg` failed in a real call and `winner` took its place."""
         failed: Outcome[Cfg] = Failed(cfg, "run", type(error).__name__, text_of(error))
         outcomes = tuple(failed if alike(o.cfg, cfg) else o for o in self.outcomes)
-        medians = [
-            next((o.median_s for o in outcomes if isinstance(o, Measured) and alike(o.cfg, one)), 0.0)
-            for one in (winner, self.incumbent)
-        ]
-        margin = 1 - medians[0] / medians[1] if all(medians) else 0.0
-        return replace(self, winner=winner, outcomes=outcomes, margin=margin)
+        report = replace(self, winner=winner, outcomes=outcomes, margin=0.0)
+        best, incumbent = report.best, None if self.incumbent is None else report._measured(self.incumbent)
+        if best is None or incumbent is None or not (best.median_s and incumbent.median_s):
+            return report
+        return replace(report, margin=1 - best.median_s / incumbent.median_s)
 
     def __str__(self) -> str:
         """Return a table of the candidates, fastest first, with a bar for each time."""
@@ -168,16 +170,16 @@ def _program(outcome: Measured[Cfg]) -> Cfg:
 def _against(report: TuneReport[Any]) -> str:
     if report.incumbent is None:
         return "without an incumbent"
-    if report.incumbent == report.winner:
+    if alike(report.incumbent, report.winner):
         return f"as the incumbent, ties within {report.noise:.1%}"
-    if not any(isinstance(o, Measured) and o.cfg == report.incumbent for o in report.outcomes):
+    if report._measured(report.incumbent) is None:
         return f"over {report.incumbent}, which was not measured"
     return f"by {report.margin:.1%} over {report.incumbent}, noise {report.noise:.1%}"
 
 
 def _marks(report: TuneReport[Any], outcome: Measured[Any]) -> list[str]:
-    marks = ["winner"] if outcome.cfg == report.winner else []
-    marks += ["incumbent"] if outcome.cfg == report.incumbent else []
+    marks = ["winner"] if alike(outcome.cfg, report.winner) else []
+    marks += ["incumbent"] if report.incumbent is not None and alike(outcome.cfg, report.incumbent) else []
     if outcome.eliminated is not None:
         marks.append(f"out in round {outcome.eliminated}" if outcome.eliminated else "out at its warm-up")
     marks += [f"same program as {outcome.alias_of}"] if outcome.alias_of is not None else []

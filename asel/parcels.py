@@ -104,7 +104,16 @@ class _Array(NamedTuple):
 
 
 def _portable(leaf: Any) -> Any:
-    leaf = abstract(leaf)
+    try:
+        return _as_numbers(abstract(leaf))
+    except RuntimeError:
+        shape = abstract(leaf)  # it may have been donated in this moment
+        if isinstance(shape, jax.Array):
+            raise
+        return shape
+
+
+def _as_numbers(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     place = (leaf.sharding, leaf.committed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from asel.board import Board, level
@@ -81,9 +82,13 @@ def report_on(job: TuneJob[Cfg]) -> TuneReport[Cfg]:
         incumbent=None if job.incumbent is None else job.candidates[job.incumbent],
         noise=board.noise(leader, winner),
         margin=_margin(board, winner, incumbent),
-        tune_budget_s=job.tune_budget_s,
-        candidate_timeout_s=job.candidate_timeout_s,
+        tune_budget_s=_limit(job.tune_budget_s),
+        candidate_timeout_s=_limit(job.candidate_timeout_s),
     )
+
+
+def _limit(seconds: float) -> float | None:
+    return seconds if isfinite(seconds) else None  # JSON knows no infinity
 
 
 def _margin(board: Board, winner: int, incumbent: int | None) -> float:

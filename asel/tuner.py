@@ -261,6 +261,7 @@ class Tuner(Generic[Cfg]):
                 else:
                     board.enter(way)
                     await self._follow(job, board, self._strategy.plan(board))
+                    board.make_do()  # a warm-up in this way tells more than a sample in the next
                     measured = bool(board.measured)
         except LaneStuck:
             untried = _STUCK
@@ -338,7 +339,7 @@ async def _job_alone(
     settings = current_settings()
     device, _ = whereabouts(Invocation("", args, kwargs))
     if device is None:
-        device = settings.default_device or await run_in_thread("finding the device", default_device)
+        device = await run_in_thread("finding the device", partial(with_settings, settings, default_device))
     return TuneJob(candidates, make_fn, args, dict(kwargs), device=device, settings=settings)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 
 import hypothesis  # noqa: F401 - it looks for who refers to what trio gives it, and would not see those that are frozen
-import jax  # noqa: F401 - as any program has that asks for configs: importing it is no business of the event loop
+import jax  # as any program has that asks for configs: importing it is no business of the event loop
 import pytest
 from blockbuster import blockbuster_ctx
 
 from asel.registry import clear_invocations
 from asel.testing import virtual_backend
+
+# Importing ejKernel turns JAX's cache of compiled programs on, for the whole process and from one run to the next.
+jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_collection_finish():

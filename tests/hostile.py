@@ -116,3 +116,22 @@ def slow_start(x, *, cfg):
 
 def slow_start_of(cfg):
     return partial(slow_start, cfg=cfg)
+
+
+class Mapped(Kernel):
+    """Not hostile, but under `shard_map`."""
+
+    op_id = "mapped"
+
+    def run(self, x, *, cfg):
+        return x * cfg
+
+    def heuristic_cfg(self, inv):
+        return 1.0
+
+
+class SelfWrapped(Mapped):
+    """Wraps itself, as ejKernel's kernels do."""
+
+    def create_shard_map_wrapper(self, x, *, cfg, mesh, in_specs, out_specs, check_vma):
+        return jax.shard_map(partial(self.run, cfg=cfg), mesh=mesh, in_specs=in_specs, out_specs=out_specs), (x,)

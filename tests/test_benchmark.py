@@ -1148,8 +1148,8 @@ def test_programs_that_call_the_host_are_never_aliases(real_backend):
     assert [o.alias_of for o in report.outcomes] == [None, None]
 
 
-def lowered_with(fn, objective="forward") -> str:
-    return Program(Trial("lowered", fn, (jnp.ones(3),), {}, objective=objective)).fingerprint
+def lowered_with(fn, objective="forward", *, size=3) -> str:
+    return Program(Trial("lowered", fn, (jnp.ones(size),), {}, objective=objective)).fingerprint
 
 
 def test_a_program_is_the_same_whatever_its_parts_are_called():
@@ -1186,6 +1186,18 @@ def test_programs_that_are_timed_in_different_ways_are_two():
     assert _fingerprint("forward", lowered) == _fingerprint("forward", lowered)
     assert _fingerprint("forward", lowered) != _fingerprint("forward+backward", lowered)
     assert lowered_with(spin(1)) != lowered_with(spin(1), "forward+backward")
+
+
+def test_large_constants_are_not_read_to_find_aliases():
+    """They make megabytes of text: it takes longer to read than the program to compile, and holds the interpreter."""
+
+    def adding(values):
+        return lambda x: x + values
+
+    few, many = np.arange(8.0), np.arange(1e5)
+    assert lowered_with(adding(few), size=8) == lowered_with(adding(few.copy()), size=8) is not None
+    assert lowered_with(adding(few), size=8) != lowered_with(adding(few + 1), size=8)
+    assert lowered_with(adding(many), size=100_000) is None
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), LookupError("no"), NotImplementedError("no")], ids=repr)
@@ -1293,3 +1305,85 @@ def test_whatever_a_kernel_returns_costs_one_outcome_at_most(real_backend, objec
     if check:
         assert report.winner in ("good", "late")
         assert {outcomes[cfg].stage for cfg in GARBAGE} <= {"compile", "check"}
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments that their caller donates while they are being measured with.
+
+
+def donate(array):
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert array.is_deleted()
+
+
+@kernel(op_id="donated", configs=[1, 2, 3], heuristic=1)
+def scaled(x, *, cfg):
+    return x * cfg
+
+
+@pytest.mark.parametrize(
+    "allowed", [{"cache_miss_fallback": "background"}, {"wait_s": 0.001}], ids=["background", "wait"]
+)
+def test_a_caller_that_goes_on_and_donates_its_arguments_harms_no_tune(real_backend, allowed):
+    """It has its guess and no need of them any more; the tune goes on with zeros in their place."""
+
+    async def main():
+        async with ConfigSelectorChain(policy=AutotunePolicy(**allowed), sinks=()) as chain:
+            x = jnp.ones((64, 64))
+            assert (await chain.select(Invocation("donated", (x,), {}), scaled)).tier == "heuristics"
+            donate(x)
+            await chain.settled()
+            return await chain.select(Invocation("donated", (jnp.ones((64, 64)),), {}), scaled)
+
+    selection = anyio.run(main, backend=real_backend)
+    assert selection.tier == "memory"
+    assert [type(outcome) for outcome in selection.report.outcomes] == [Measured] * 3
+
+
+@pytest.mark.parametrize("when", ["before it is lowered", "before it is compiled", "between two samples"])
+def test_a_program_runs_with_zeros_in_the_place_of_what_was_donated(when):
+    """Of the same type and in the same place, for every candidate that shares them."""
+    x, kept, shared = jax.device_put(jnp.ones(8), jax.devices()[0]), jnp.ones(8), {}
+    weak = jnp.asarray(2.5)
+    for step in ("before it is lowered", "before it is compiled", "between two samples"):
+        if step == when:
+            donate(x)
+            donate(weak)
+        if step == "before it is lowered":
+            trial = Trial(1, lambda x, y, z: x * y * z, (x, kept, weak), {}, jax.devices()[0], shared=shared)
+            program = Program(trial)
+        elif step == "before it is compiled":
+            program.compile()
+            assert when == "between two samples" or program.run(1, time.perf_counter) > 0
+    assert program.run(2, time.perf_counter) > 0
+    zeros, same, weakly = shared["arrays"]
+    assert same is kept
+    assert (zeros.committed, zeros.sharding, zeros.tolist()) == (x.committed, x.sharding, [0.0] * 8)
+    assert (weakly.weak_type, weakly.dtype, weakly.tolist()) == (True, weak.dtype, 0.0)
+
+
+def test_outputs_are_not_compared_once_an_argument_was_donated():
+    """Others were computed with what it held: zeros would make every candidate a wrong one."""
+    x = jnp.ones(8)
+    program = Program(Trial(1, lambda x: x * 2, (x,), {}, jax.devices()[0]))
+    program.compile()
+    assert program.outputs()[0].tolist() == [2.0] * 8
+    donate(x)
+    with pytest.raises(RuntimeError, match="donated by its caller"):
+        program.outputs()
+
+
+def test_an_error_that_is_no_donation_is_the_candidates_own():
+    """Nothing is run a second time for it."""
+    runs = []
+
+    def fail(x):
+        runs.append(x)
+        raise RuntimeError("on purpose")
+
+    program = Program(Trial(1, lambda x: x * 2, (jnp.ones(8),), {}, jax.devices()[0]))
+    program.compile()
+    program._executable = fail
+    with pytest.raises(RuntimeError, match="on purpose"):
+        program.run(1, time.perf_counter)
+    assert len(runs) == 1

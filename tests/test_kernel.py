@@ -17,7 +17,7 @@ from kernels import H100, Blocks, Toy
 from key_examples import P
 
 from asel import Invocation, Kernel, kernel
-from asel.kernel import FunctionKernel, bind, key_builder_of, variant
+from asel.kernel import FunctionKernel, bind, example_inputs_of, key_builder_of, variant
 from asel.keys import KeyMemo, call_key
 from asel.testing import FakeDevice
 
@@ -424,3 +424,26 @@ def test_a_kernel_that_wraps_itself_is_run_plainly_where_the_call_is_plain():
     of, x = Plain(), jnp.ones(2)
     assert bind(of, Invocation("k", (x,), {}), "cpu", 3)(x).tolist() == [3.0, 3.0]
     assert of.asked == []
+
+
+@pytest.mark.parametrize(
+    ("made", "args", "kwargs"),
+    [
+        ((1, {"w": 2}), (1, {"w": 2}), {"given": 0}),
+        (((1, {"w": 2}), {"scale": 3}), (1, {"w": 2}), {"scale": 3}),
+        (((1,), {}), (1,), {}),
+        ([1, {"w": 2}], (1, {"w": 2}), {"given": 0}),
+        ((1, 2), (1, 2), {"given": 0}),
+    ],
+    ids=repr,
+)
+def test_example_inputs_are_args_or_args_and_kwargs(made, args, kwargs):
+    """An array and a dict of parameters are two arguments: kwargs stand beside args in a tuple of their own."""
+
+    class Exemplary(Kernel):
+        def example_inputs(self, inv):
+            return made
+
+    shape = jax.ShapeDtypeStruct((4,), "float32")
+    example = example_inputs_of(Exemplary("k"), Invocation("k", (shape,), {"given": 0}))
+    assert example() == (args, kwargs)

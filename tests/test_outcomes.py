@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from math import inf
 
+import numpy as np
 import pytest
 from kernels import BEST, Bench, Blocks, Toy, call
 
@@ -54,3 +57,39 @@ async def test_a_real_tunes_report_round_trips():
         report = (await chain.select(call(), Toy())).report
     assert report.winner == BEST
     assert TuneReport.from_json(report.to_json(), load=lambda value: Blocks(**value)) == report
+
+
+class Plain:
+    """A config that is equal to nothing but itself."""
+
+    def __init__(self, m):
+        self.m = m
+
+    def __repr__(self):
+        return f"Plain({self.m})"
+
+
+@pytest.mark.parametrize(
+    ("make", "dump"),
+    [(Plain, lambda cfg: cfg.m), (lambda m: {"w": np.array([m, m])}, lambda cfg: int(cfg["w"][0]))],
+    ids=["no equality", "arrays"],
+)
+def test_configs_are_known_by_what_they_are_and_not_by_their_equality(make, dump):
+    """A report that was read again knows its winner, and prints, whatever class its configs are of."""
+    configs = [make(m) for m in (1, 2)]
+    outcomes = tuple(Measured(cfg, 0.5 - m / 10, (0.5,), 1.0) for m, cfg in enumerate(configs))
+    report = replace(REPORT, winner=configs[1], incumbent=configs[0], outcomes=outcomes, margin=0.2)
+    again = TuneReport.from_json(report.to_json(dump), load=make)
+    assert again.best is again.outcomes[1]
+    first, *rows = str(again).splitlines()
+    assert f"{configs[1]} wins by 20.0% over {configs[0]}" in first
+    assert [row.split()[-1] for row in rows] == ["winner", "incumbent"]
+
+
+@pytest.mark.anyio
+async def test_a_tune_without_limits_can_be_written():
+    """JSON knows no infinity; a limit that is none is None."""
+    async with Bench(allow={"tune_budget_s": inf, "candidate_timeout_s": inf}).chain as chain:
+        report = (await chain.select(call(), Toy())).report
+    assert (report.tune_budget_s, report.candidate_timeout_s) == (None, None)
+    json.loads(report.to_json(), parse_constant=pytest.fail)

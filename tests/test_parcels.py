@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hostile import Mapped, SelfWrapped
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernels import FakeDevice
 
-from asel import InvalidRequestError
+from asel import InvalidRequestError, Invocation, parcels
+from asel.benchmark import concrete
 from asel.devices import Settings, current_settings
+from asel.kernel import bind
 from asel.measure import Trial
 from asel.parcels import _Pickler, pack_arguments, pack_candidate, unpack_arguments, unpack_candidate
 
@@ -149,3 +152,48 @@ def test_arguments_over_devices_and_the_callers_mesh_are_the_candidates():
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     lines = [line.partition(" ")[2] for line in ran.stdout.splitlines()]
     assert lines == [str(["as it lies", "as the mesh says"] * 2)] * 4, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("name", ["numbers", "a weak number", "committed", "spread"])
+def test_an_array_that_was_donated_travels_as_its_shape(name):
+    """A worker makes zeros of it, of the same type and in the same place."""
+    array = ARRAYS[name]()
+    [here] = sent(array).args
+    array.delete()
+    [got] = sent(array).args
+    assert isinstance(got, jax.ShapeDtypeStruct)
+    zeros = concrete(got)
+    assert jax.typeof(zeros) == jax.typeof(here)
+    assert (zeros.committed, zeros.sharding) == (here.committed, here.sharding)
+
+
+def test_an_array_that_is_donated_as_it_is_packed_travels_as_its_shape(monkeypatch):
+    """Between the look at it and its copy anything may happen; what else goes wrong is told."""
+    array, as_numbers = jnp.ones(3), parcels._as_numbers
+
+    def late(leaf):
+        array.delete()
+        return as_numbers(leaf)
+
+    monkeypatch.setattr(parcels, "_as_numbers", late)
+    [got] = sent(array).args
+    assert (type(got), got.shape) == (jax.ShapeDtypeStruct, (3,))
+
+    def broken(leaf):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(parcels, "_as_numbers", broken)
+    with pytest.raises(RuntimeError, match="no memory"):
+        sent(jnp.ones(3))
+
+
+@pytest.mark.parametrize("wraps_itself", [False, True])
+def test_a_kernel_under_shard_map_travels(wraps_itself):
+    """What asel puts around a kernel can be imported, as the kernel can."""
+    op = SelfWrapped() if wraps_itself else Mapped()
+    specs = {"mesh": MESH, "in_specs": (PartitionSpec("x"),), "out_specs": PartitionSpec("x")}
+    inv = Invocation("mapped", (jnp.ones(4),), {}, method="shard_map", **specs)
+    trial = Trial(3.0, bind(op, inv, "cpu", 3.0), inv.args, {})
+    arguments = unpack_arguments([bytes(frame) for frame in pack_arguments(trial)])
+    there = unpack_candidate([bytes(frame) for frame in pack_candidate(trial)], arguments)
+    assert there.fn(*there.args).tolist() == [3.0] * 4

@@ -249,7 +249,7 @@ def test_an_answer_is_not_lost_where_no_thread_can_be_started(real_backend, monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("asel.tuner.leave_to_thread", refuse)
-    report = anyio.run(Tuner(measure=Clingy({"a": 0.2, "b": 0.1})).tune, job_of("a", "b"), backend=real_backend)
+    report = anyio.run(Tuner(measure=Clingy({"a": 0.02, "b": 0.01})).tune, job_of("a", "b"), backend=real_backend)
     assert report.winner == "b"
     assert [record.message for record in caplog.records] == ["candidates could not be let go of"]
 
@@ -1175,3 +1175,35 @@ def test_contract_a_tuner_finds_the_same_with_either(rig, real_backend):
     assert report.winner == "good"
     assert kinds(report.outcomes) == [Measured, Failed, Failed]
     assert [failed.stage for failed in report.outcomes[1:]] == ["compile", "measure"]
+
+
+@pytest.mark.anyio
+async def test_where_the_budget_ends_in_a_warm_up_no_worse_way_wins():
+    """What ran in the best way answers with its warm-up, and nothing is run in the next way any more."""
+
+    class Ways:
+        async def compile(self, trial):
+            how, seconds = trial.cfg
+
+            async def sample():
+                await anyio.sleep(seconds)
+                return seconds
+
+            sample.how = how
+            return sample
+
+    job = job_of(("forward", 2.0), ("eager", 5.0), incumbent=0, tune_budget_s=1.0)
+    report = await Tuner(measure=Ways()).tune(job)
+    assert report.winner == ("forward", 2.0)
+    assert kinds(report.outcomes) == [Measured, Skipped]
+    assert report.seconds == pytest.approx(2.0)
+
+
+def test_the_default_device_may_be_a_platforms_name(real_backend):
+    """`jax.default_device("cpu")` is as good as its first device."""
+
+    async def main():
+        with jax.default_device("cpu"):
+            return await Tuner().measure(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"))
+
+    assert anyio.run(main, backend=real_backend) > 0
