@@ -60,7 +60,7 @@ class JaxMeasure:
             await step(f"compiling {trial.cfg!r}", program.compile)
             return _InThread(trial, Timing(program, self._timer, self._least_sample_s))
 
-        return Lowered(program.fingerprint, compile, program.release)
+        return Lowered(program.fingerprint, compile, program.release, runs=program.how == "eager")
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
         return await (await self.lower(trial)).compile()
@@ -97,16 +97,25 @@ class Program:
             self._arrays = arrays
             self._forward: Callable[..., Any] = forward
             self._executable: Callable[..., Any] | None = None
-            self.how, self._lowered = _lower(forward, arrays, trial.objective)
+            self.how, self._lowered, self._refused = _lower(forward, arrays, trial.objective)
             self.fingerprint = None if self._lowered is None else _fingerprint(self.how, self._lowered)
 
     def compile(self) -> None:
+        """Be ready to run. What could not be lowered is run once, as it is, to see whether it runs at all."""
         with settings_held(self._trial.settings):
-            if self._lowered is None:
-                self._executable = self._forward
-            else:
+            if self._lowered is not None:
                 self._executable = self._lowered.compile()
-                self._lowered = None
+            else:
+                self._prove()
+                self._executable = self._forward
+            self._lowered = self._refused = None
+
+    def _prove(self) -> None:
+        try:
+            jax.block_until_ready(self._forward(*_copies(self._arrays)))  # type: ignore[no-untyped-call]
+        except Exception:
+            assert self._refused is not None
+            raise self._refused from None  # it does not run at all
 
     def run(self, times: int, timer: Callable[[], float]) -> float:
         """Return the seconds that `times` runs took, each waited for."""
@@ -154,7 +163,7 @@ class Program:
 
     def release(self) -> None:
         """Let go of the executable, and with the function of all that JAX keeps for it."""
-        self._executable = self._lowered = None
+        self._executable = self._lowered = self._refused = None
         self._arrays = []
         self._forward = _released
         _breathe()
@@ -261,23 +270,21 @@ def _copies(arrays: list[Any]) -> list[Any]:
         return jax.block_until_ready([jnp.copy(array) for array in arrays])  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _lower(forward: Callable[..., Any], arrays: list[Any], objective: str) -> tuple[How, Any]:
-    """Return the best that can be timed of a function, lowered; nothing is lowered where it runs as it is."""
+def _lower(
+    forward: Callable[..., Any], arrays: list[Any], objective: str
+) -> tuple[How, jax.stages.Lowered | None, Exception | None]:
+    """Return the best that can be timed of a function, lowered; or why it can only be run as it is, if it can."""
     if objective == "forward+backward" and (backward := _with_backward(forward, arrays)) is not None:
         try:
             if _has_gradient(forward, arrays):
-                return "forward+backward", _lowered(backward, arrays)
+                return "forward+backward", _lowered(backward, arrays), None
         except Exception as error:
             # Whatever it is, the forward pass tells if it matters; `how` tells that the backward is missing.
             logger.debug("not differentiated: %s", error)
     try:
-        return "forward", _lowered(forward, arrays)
+        return "forward", _lowered(forward, arrays), None
     except Exception as error:
-        try:
-            jax.block_until_ready(forward(*_copies(arrays)))  # type: ignore[no-untyped-call]
-        except Exception:
-            raise error from None  # it does not run at all
-        return "eager", None
+        return "eager", None, error
 
 
 def _lowered(function: Callable[..., Any], arrays: list[Any]) -> Any:

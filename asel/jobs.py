@@ -17,7 +17,7 @@ from asel.errors import InvalidRequestError
 from asel.events import CandidateFailed, CandidateSkipped, Event, Interval
 from asel.kernel import Cfg
 from asel.keys import CacheKey, Objective
-from asel.measure import How, Sampler, Trial
+from asel.measure import How, Lowered, Sampler, Trial
 from asel.meter import Meter
 from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport, text_of
 from asel.threads import Busy
@@ -62,6 +62,8 @@ class TuneJob(Generic[Cfg]):
     """What is settled: failures and skips as they happen, measurements at the end."""
     runners: dict[int, Runner] = field(default_factory=dict)
     """The candidates that are compiled and can be sampled."""
+    unproven: dict[int, Unproven] = field(default_factory=dict)
+    """The candidates that have to run before it is known whether they can."""
     out: list[Any] = field(default_factory=list)
     """What is to be let go of: programs that failed, had no time to be sampled, are another's, or are reported on."""
     programs: dict[str, int] = field(default_factory=dict)
@@ -191,6 +193,16 @@ class TuneJob(Generic[Cfg]):
     @property
     def is_broke(self) -> bool:
         return self.spent_s >= self.tune_budget_s
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """A candidate that is lowered, and has to run to be compiled."""
+
+    trial: Trial[Any]
+    lowered: Lowered
+    started: float
+    lowering_s: float
 
 
 @dataclass(slots=True)

@@ -83,12 +83,14 @@ class Trial(Generic[Cfg]):
 class Lowered:
     """A candidate's program before it is compiled. Equal fingerprints are equal programs.
 
-    `release` lets go of one that is not to be compiled.
+    `release` lets go of one that is not to be compiled. `runs` says that compiling runs it: it needs
+    the device for itself, and its turn is the last, since it may not come back.
     """
 
     fingerprint: str | None
     compile: Callable[[], Awaitable[Sampler]]
     release: Callable[[], None] = lambda: None
+    runs: bool = False
 
 
 class Measure(Protocol):

@@ -22,10 +22,10 @@ from asel.devices import current_settings, default_device, with_settings
 from asel.encoding import whereabouts
 from asel.errors import InvalidRequestError, TuningError
 from asel.events import CandidateEliminated, CandidateStart
-from asel.jobs import Runner, TuneJob, by_way, groups_of
+from asel.jobs import Runner, TuneJob, Unproven, by_way, groups_of
 from asel.kernel import Cfg, Invocation
 from asel.lanes import LaneStuck, alone_on, compile_slots, lowering
-from asel.measure import Measure, lower
+from asel.measure import Measure, Trial, lower
 from asel.outcomes import Failed, Stage, TuneReport
 from asel.processes import ProcessMeasure
 from asel.reporting import report_on, sentence
@@ -163,6 +163,10 @@ class Tuner(Generic[Cfg]):
             await self._compile_all(job, group)
             await self._check_all(job, group)
             await self._sample_all(job, group)
+            if job.unproven:
+                await self._prove_all(job)
+                await self._check_all(job, group)
+                await self._sample_all(job, group)
             _let_go(job)  # before the next group is compiled
             if any(job.runs(index) for index in group if index != job.incumbent or len(job.candidates) == 1):
                 break  # a success ends it; the groups below are not tried
@@ -170,7 +174,8 @@ class Tuner(Generic[Cfg]):
     # Compiling.
 
     async def _compile_all(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
-        waiting = deque(i for i in group if i not in job.outcomes and i not in job.runners and i not in job.aliases)
+        begun = (job.outcomes, job.runners, job.aliases, job.unproven)
+        waiting = deque(index for index in group if not any(index in those for those in begun))
         until_s = job.spent_s + _COMPILING * (job.tune_budget_s - job.spent_s)
 
         async def work() -> None:
@@ -189,7 +194,7 @@ class Tuner(Generic[Cfg]):
         """Make a candidate ready to be sampled; or note that it is another's alias, or why it failed."""
         start, trial = anyio.current_time(), job.trial(index)
         job.tell(CandidateStart, index, start)
-        try:
+        with _outcome_of_failing(job, index, start, trial):
             async with compile_slots(), _turn(self._get_measure(), job) as measure:
                 # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
                 async with lowering():
@@ -199,15 +204,30 @@ class Tuner(Generic[Cfg]):
                 if first != index:
                     job.alias(index, first, start)
                     job.out.append(lowered)
-                    return
-                with _step(job, index, "compile", lowering_s()) as compiling_s:
-                    sampler = await lowered.compile()
-        except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
-            job.fail(index, start, trial.stage, error, trial.left_behind)
-        else:
-            job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
-        finally:
-            job.note_left_behind(trial.left_behind)
+                elif lowered.runs:
+                    job.unproven[index] = Unproven(trial, lowered, start, lowering_s())
+                else:
+                    with _step(job, index, "compile", lowering_s()) as compiling_s:
+                        sampler = await lowered.compile()
+                    job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
+
+    async def _prove_all(self, job: TuneJob[Cfg]) -> None:
+        """See whether those run that cannot be compiled: after all others, since one that hangs keeps the device."""
+        for index in sorted(job.unproven, key=lambda i: i != job.incumbent):
+            one = job.unproven.pop(index)
+            if job.is_broke and job.board is not None and job.board.measured:
+                job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent")
+                job.out.append(one.lowered)
+                continue
+            with _outcome_of_failing(job, index, one.started, one.trial):
+                try:
+                    async with self._lanes(job, one.trial):
+                        with _step(job, index, "compile", one.lowering_s) as proving_s:
+                            sampler = await one.lowered.compile()
+                    job.runners[index] = Runner(one.trial, sampler, one.started, one.lowering_s + proving_s())
+                except LaneStuck:
+                    job.skip(index, _STUCK)
+                    job.out.append(one.lowered)
 
     # Checking.
 
@@ -306,13 +326,15 @@ class Tuner(Generic[Cfg]):
     async def _at_work(self, job: TuneJob[Cfg], index: int) -> AsyncIterator[None]:
         """Hold the device, and whatever else the candidate runs on, for one step."""
         runner = job.runners[index]
-        lanes = alone_on(job.devices, runner.trial.left_behind, job.candidate_timeout_s)
-        async with lanes, _turn(runner.sampler, job):
+        async with self._lanes(job, runner.trial), _turn(runner.sampler, job):
             if (ready := getattr(runner.sampler, "ready", None)) is not None:
                 for step in ready():  # compiled again, where another candidate took its worker along
                     with _timed(job):
                         await step()
             yield
+
+    def _lanes(self, job: TuneJob[Cfg], trial: Trial[Cfg]) -> AbstractAsyncContextManager[None]:
+        return alone_on(job.devices, trial.left_behind, job.candidate_timeout_s)
 
     def _get_measure(self) -> Measure:
         if self._measure is None:
@@ -360,6 +382,17 @@ def _step(job: TuneJob[Any], index: int, step: Stage, so_far_s: float = 0.0) -> 
     finally:
         end = anyio.current_time()
         job.note_step(index, step, start, end)
+
+
+@contextmanager
+def _outcome_of_failing(job: TuneJob[Any], index: int, start: float, trial: Trial[Any]) -> Iterator[None]:
+    """Note why a candidate could not be made ready: one that fails is data, never the end of a tune."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        job.fail(index, start, trial.stage, error, trial.left_behind)
+    finally:
+        job.note_left_behind(trial.left_behind)
 
 
 def _turn(one: Any, job: TuneJob[Any]) -> AbstractAsyncContextManager[Any]:

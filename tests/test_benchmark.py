@@ -887,6 +887,52 @@ def hung_as_it_runs(backend, release):
         release.set()
 
 
+def test_a_candidate_that_hangs_un_jitted_leaves_those_that_are_compiled(real_backend):
+    """It has its turn when they are measured, and the device from then on: the next one of its kind is not tried."""
+    release = threading.Event()
+
+    def run(x, *, cfg):
+        if isinstance(cfg, str):
+            np.asarray(x)  # which no tracer can be made
+            assert cfg != "hangs" or release.wait(4)
+            return x
+        return x + cfg
+
+    try:
+        report, _ = chosen_among(real_backend, [1, "hangs", "un-jitted", 2], run, candidate_timeout_s=0.5)
+    finally:
+        release.set()
+    first, hung, untried, last = report.outcomes
+    assert isinstance(first, Measured)
+    assert isinstance(last, Measured)
+    assert (hung.stage, hung.error_type) == ("compile", "TimeoutError")
+    assert hung.message.endswith("its thread is still busy")
+    assert untried == Skipped("un-jitted", "an abandoned candidate still occupies the device")
+
+
+def test_un_jitted_candidates_run_alone(real_backend):
+    """Finding out whether one runs is a run: nobody else is on the device meanwhile."""
+    at_work, most = [], []
+
+    def run(x, *, cfg):
+        np.asarray(x)
+        at_work.append(cfg)
+        most.append(len(at_work))
+        time.sleep(0.01)
+        at_work.remove(cfg)
+        return x
+
+    async def main():
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                job = TuneJob((1, 2), lambda cfg: partial(run, cfg=cfg), (jnp.ones(3),), {}, device=jax.devices()[0])
+                tasks.start_soon(Tuner(1, 1).tune, job)
+
+    anyio.run(main, backend=real_backend)
+    assert most
+    assert max(most) == 1
+
+
 @pytest.mark.parametrize("who", ["the same job", "another tune"])
 def test_after_a_tune_was_cancelled_in_the_middle_of_a_sample_all_are_measured(real_backend, who):
     """Its thread is back in a moment, and is waited for: nobody is skipped as if it had hung."""
