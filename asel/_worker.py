@@ -28,7 +28,7 @@ def main() -> None:
         try:
             message = pickle.dumps(("ok", worker.answer(pickle.loads(request[0]), request[1:])))
         except Exception as error:  # a candidate's failure is an answer like any other
-            message = pickle.dumps(("error", (type(error).__name__, text_of(error))))
+            message = pickle.dumps(("error", (type(error).__name__, text_of(error), worker.building)))
         answers.write(_HEADER.pack(len(message)) + message)
 
 
@@ -43,19 +43,21 @@ class _Worker:
     """The candidates that were sent, and the arguments they share."""
 
     def __init__(self) -> None:
+        self._lowered: _Candidate | None = None
         self._candidates: dict[int, _Candidate] = {}
         self._parcels: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def answer(self, request: tuple[str, int, int, int, list[int]], payload: list[bytearray]) -> Any:
         command, candidate, parcel, frames, forgotten = request
+        self._lowered = None
         for old in forgotten:
             self._candidates.pop(old, None)
         if command == "hello":
             return _warm_up()
         if command == "lower":
             arguments = self._arguments(parcel, payload[frames:])
-            self._candidates[candidate] = _Candidate(arguments)
-            return self._candidates[candidate].lower(payload[:frames])
+            self._lowered = self._candidates[candidate] = _Candidate(arguments)
+            return self._lowered.lower(payload[:frames])
         timing = self._candidates[candidate].timing
         match command:
             case "compile":
@@ -65,6 +67,11 @@ class _Worker:
             case "outputs":
                 return timing.program.outputs()
         raise ValueError(f"unknown command {command!r}")
+
+    @property
+    def building(self) -> bool:
+        """Whether what was asked last came no further than building the candidate."""
+        return self._lowered is not None and self._lowered.stage == "build"
 
     def _arguments(self, parcel: int, sent: list[bytearray]) -> Any:
         """Return what is kept for as long as one of its candidates is, or has just been sent."""
@@ -81,13 +88,19 @@ class _Candidate:
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
+        self._trial: Any = None
         self.timing: Any = None
+
+    @property
+    def stage(self) -> str | None:
+        return None if self._trial is None else self._trial.stage
 
     def lower(self, frames: list[bytearray]) -> tuple[str, str | None]:
         from asel.benchmark import LEAST_SAMPLE_S, Program, Timing
         from asel.parcels import unpack_candidate
 
-        program = Program(unpack_candidate(frames, self._arguments))
+        self._trial = unpack_candidate(frames, self._arguments)
+        program = Program(self._trial)
         self.timing = Timing(program, time.perf_counter, LEAST_SAMPLE_S)
         return program.how, program.fingerprint
 

@@ -50,6 +50,8 @@ class TuneJob(Generic[Cfg]):
     known: Mapping[int, Measured[Cfg]] = field(default_factory=dict)
     """What an earlier tune in this environment measured of these candidates. Used where the incumbent is
     among them: it is measured again, and tells how the old timings compare."""
+    make_travels: bool = False
+    """Whether `make_fn` may be sent to a worker process, to be called there: it is a user's, and holds no arguments."""
     device: Any = None
     settings: Settings | None = None
     tune_budget_s: float = 60.0
@@ -149,6 +151,7 @@ class TuneJob(Generic[Cfg]):
             self.objective,
             self.settings,
             make_fn=self.make_fn,
+            make_travels=self.make_travels,
             grace_s=self.grace_s,
             shared=self.shared,
         )

@@ -44,6 +44,7 @@ class Trial(Generic[Cfg]):
         settings: Settings | None = None,
         *,
         make_fn: Callable[[Cfg], Callable[..., Any]] | None = None,
+        make_travels: bool = False,
         grace_s: Callable[[], float] = lambda: 0.0,
         shared: dict[str, Any] | None = None,
     ) -> None:
@@ -61,6 +62,8 @@ class Trial(Generic[Cfg]):
         self.shared: dict[str, Any] = {} if shared is None else shared
         # Where it would have broken, if it has before it can be sampled.
         self.stage: Literal["build", "compile"] = "compile"
+        # What makes `fn`, where a worker process may call it in our place: it holds nothing of the call.
+        self.portable_make = make_fn if make_travels else None
         self._fn = fn
         self._make_fn = make_fn
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asel.benchmark import abstract, weak_zeros
+from asel.devices import with_settings
 from asel.errors import InvalidRequestError
 from asel.measure import Trial
 
@@ -44,20 +46,25 @@ def unpack_arguments(frames: Sequence[Frame]) -> Arguments:
 
 
 def pack_candidate(trial: Trial[Any]) -> list[Frame]:
-    """Return the rest of a trial as frames.
+    """Return the rest of a trial as frames: what makes its function, where that can travel, or else the function.
 
     Raises:
         InvalidRequestError: the kernel cannot be imported by another process, or the device not shared.
     """
     if getattr(trial.device, "platform", None) == "tpu":
         raise InvalidRequestError('isolation="process": one process owns a TPU; use isolation="thread" there')
-    return _packed((trial.cfg, trial.fn, trial.device, trial.objective, trial.settings))
+    rest = (trial.device, trial.objective, trial.settings)
+    if trial.portable_make is not None:
+        with suppress(InvalidRequestError):  # a lambda, say: what it makes may travel all the same
+            return _packed((trial.cfg, None, trial.portable_make, *rest))
+    return _packed((trial.cfg, with_settings(trial.settings, trial.build), None, *rest))
 
 
 def unpack_candidate(frames: Sequence[Frame], arguments: Arguments) -> Trial[Any]:
     """Return a trial whose arguments have come before."""
-    cfg, fn, device, objective, settings = _unpacked(frames)
-    return Trial(cfg, fn, arguments.args, arguments.kwargs, device, objective, settings, shared=arguments.shared)
+    cfg, fn, make_fn, device, objective, settings = _unpacked(frames)
+    shared = arguments.shared
+    return Trial(cfg, fn, arguments.args, arguments.kwargs, device, objective, settings, make_fn=make_fn, shared=shared)
 
 
 def _packed(what: Any) -> list[Frame]:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import Process
 
-from asel.devices import with_settings
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.threads import run_in_thread
 
@@ -45,11 +44,12 @@ class WorkerDied(Exception):
 
 
 class CandidateError(Exception):
-    """What a candidate raised in its worker: the name of its type, and the message."""
+    """What a candidate raised in its worker: the name of its type, the message, and whether it was being built."""
 
-    def __init__(self, type_name: str, message: str) -> None:
-        super().__init__(type_name, message)
+    def __init__(self, type_name: str, message: str, building: bool) -> None:
+        super().__init__(type_name, message, building)
         self.type_name = type_name
+        self.building = building
 
     def __str__(self) -> str:
         return str(self.args[1])
@@ -112,7 +112,11 @@ class _Desk:
         )
         remote = _Remote(self._measure, trial, candidate, parcel)
         with remote.released_on_error():
-            fingerprint = await remote.lower_in(self._worker)
+            try:
+                fingerprint = await remote.lower_in(self._worker)
+            except CandidateError as error:
+                trial.stage = "build" if error.building else "compile"
+                raise
 
         async def compile() -> Sampler:
             with remote.released_on_error():
@@ -140,7 +144,6 @@ class _Parcel:
 def _packed(trial: Trial[Any]) -> tuple[Sequence[Frame], _Parcel]:
     from asel.parcels import pack_arguments, pack_candidate  # JAX is imported when it is first needed
 
-    with_settings(trial.settings, trial.build)
     candidate = pack_candidate(trial)
     if (parcel := trial.shared.get("parcel")) is None:
         parcel = trial.shared["parcel"] = _Parcel(pack_arguments(trial))

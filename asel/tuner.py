@@ -362,7 +362,7 @@ async def _job_alone(
     device, _ = whereabouts(Invocation("", args, kwargs))
     if device is None:
         device = await run_in_thread("finding the device", partial(with_settings, settings, default_device))
-    return TuneJob(candidates, make_fn, args, dict(kwargs), device=device, settings=settings)
+    return TuneJob(candidates, make_fn, args, dict(kwargs), make_travels=True, device=device, settings=settings)
 
 
 @contextmanager

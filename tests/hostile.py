@@ -74,6 +74,16 @@ class Hostile(Kernel):
         return self.configs
 
 
+def hostile_maker(cfg):
+    """Is hostile already as a candidate is made."""
+    match cfg:
+        case "exit":
+            os._exit(7)
+        case "raise":
+            raise ValueError("on purpose")
+    return partial(Hostile().run, cfg=cfg)
+
+
 @kernel(op_id="decorated", configs=[1, 2000], heuristic=2000)
 def decorated(x, *, cfg):
     return jax.lax.fori_loop(0, cfg, lambda i, y: jnp.sin(y), x)

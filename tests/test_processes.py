@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 import jax.numpy as jnp
 import pytest
-from hostile import Hostile, decorated, of_tree, slow_start_of
+from hostile import Hostile, decorated, hostile_maker, of_tree, slow_start_of
 from kernels import Bench
 
 from asel import (
@@ -260,6 +260,24 @@ def test_what_cannot_be_imported_says_so(real_backend, what):
     assert "top level of a module" in failed[0].message
 
 
+def test_what_makes_a_candidate_is_called_in_the_worker_where_it_can_be_imported():
+    """So that what it does costs one outcome; what a lambda makes is made here, and travels all the same."""
+    here, tuner = [], Tuner(1, 1, isolation="process")
+
+    async def main():
+        async with tuner:
+            job = TuneJob(("exit", "raise", "fast"), hostile_maker, (X,), {}, make_travels=True)
+            made_there = await tuner.tune(job)
+            job = TuneJob(("fast",), lambda cfg: here.append(cfg) or of_hostile(cfg), (X,), {}, make_travels=True)
+            return made_there, await tuner.tune(job)
+
+    there, local = anyio.run(main)
+    assert [(o.stage, o.error_type) for o in there.outcomes[:2]] == [("compile", "WorkerDied"), ("build", "ValueError")]
+    assert "exit code 7" in there.outcomes[0].message
+    assert there.winner == local.winner == "fast"
+    assert here == ["fast"]
+
+
 @pytest.mark.parametrize("real_backend", ["trio"])
 def test_a_tuner_alone_leaves_no_worker(real_backend):
     """`autotune` without a chain ends what it started; `async with` keeps it for the next."""
@@ -487,7 +505,7 @@ class Near(processes._Worker):
         try:
             answer = "ok", await run_in_thread("answering", functools.partial(self.there.answer, *request))
         except Exception as error:
-            answer = "error", (type(error).__name__, str(error))
+            answer = "error", (type(error).__name__, str(error), self.there.building)
         for arguments in self.there._parcels.values():
             self.arguments += [weakref.ref(arguments), *map(weakref.ref, arguments.args)]
         return answer
