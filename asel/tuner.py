@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, Self
 
@@ -21,24 +19,22 @@ from asel.checks import OutputCheck, as_check
 from asel.devices import current_settings, default_device, with_settings
 from asel.encoding import whereabouts
 from asel.errors import InvalidRequestError, TuningError
-from asel.events import CandidateEliminated, CandidateStart
-from asel.jobs import Runner, TuneJob, Unproven, by_way, groups_of
+from asel.events import CandidateEliminated
+from asel.jobs import TuneJob, by_way, groups_of
 from asel.kernel import Cfg, Invocation
-from asel.lanes import LaneStuck, alone_on, compile_slots, lowering
-from asel.measure import Measure, Trial, lower
-from asel.outcomes import Failed, Stage, TuneReport
+from asel.lanes import LaneStuck
+from asel.measure import Measure
+from asel.outcomes import Failed, TuneReport
 from asel.processes import ProcessMeasure
+from asel.readying import check_all, compile_all, prove_all
 from asel.reporting import report_on, sentence
+from asel.steps import STUCK, at_work, step, timed
 from asel.strategies import Drop, Exhaustive, Race, Sample, Step, Strategy
-from asel.threads import Busy, leave_to_thread, run_in_thread
+from asel.threads import leave_to_thread, run_in_thread
 
 __all__ = ["Tuner"]
 
 logger = logging.getLogger("asel")
-
-_STUCK = "an abandoned candidate still occupies the device"
-# Compiling may take so much of what is left of a budget: what is compiled and never measured was for nothing.
-_COMPILING = 0.75
 
 
 class Tuner(Generic[Cfg]):
@@ -136,7 +132,7 @@ class Tuner(Generic[Cfg]):
                 job.known = {}  # nobody knows what they computed
             if job.example is not None:
                 make = partial(with_settings, job.settings, job.example)
-                with _timed(job):
+                with timed(job):
                     job.args, job.kwargs = await run_in_thread(
                         "making example inputs", make, grace_s=job.grace_s, left_behind=job.left_behind
                     )
@@ -160,108 +156,21 @@ class Tuner(Generic[Cfg]):
 
     async def _try_groups(self, job: TuneJob[Cfg]) -> None:
         for group in groups_of(job):
-            await self._compile_all(job, group)
-            await self._check_all(job, group)
-            await self._sample_all(job, group)
-            if job.unproven:
-                await self._prove_all(job)
-                await self._check_all(job, group)
-                await self._sample_all(job, group)
+            await compile_all(self._get_measure(), job, group)
+            if self._check is not None and job.incumbent in job.unproven:
+                await prove_all(job, [job.incumbent])  # whose outputs all others' are held against
+            await self._race(job, group)
+            if job.unproven:  # after all others, since one that hangs keeps the device
+                await prove_all(job, list(job.unproven))
+                await self._race(job, group)
             _let_go(job)  # before the next group is compiled
             if any(job.runs(index) for index in group if index != job.incumbent or len(job.candidates) == 1):
                 break  # a success ends it; the groups below are not tried
 
-    # Compiling.
-
-    async def _compile_all(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
-        begun = (job.outcomes, job.runners, job.aliases, job.unproven)
-        waiting = deque(index for index in group if not any(index in those for those in begun))
-        until_s = job.spent_s + _COMPILING * (job.tune_budget_s - job.spent_s)
-
-        async def work() -> None:
-            while waiting:
-                index = waiting.popleft()
-                if job.spent_s >= until_s and job.steps:  # one is tried, whatever it took to begin
-                    job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it")
-                else:
-                    await self._compile(job, index)
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(min(int(compile_slots().total_tokens), len(waiting))):
-                tasks.start_soon(work)
-
-    async def _compile(self, job: TuneJob[Cfg], index: int) -> None:
-        """Make a candidate ready to be sampled; or note that it is another's alias, or why it failed."""
-        start, trial = anyio.current_time(), job.trial(index)
-        job.tell(CandidateStart, index, start)
-        with _outcome_of_failing(job, index, start, trial):
-            async with compile_slots(), _turn(self._get_measure(), job) as measure:
-                # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
-                async with lowering():
-                    with _step(job, index, "compile") as lowering_s:
-                        lowered = await lower(measure, trial)
-                first = job.programs.setdefault(lowered.fingerprint or str(index), index)
-                if first != index:
-                    job.alias(index, first, start)
-                    job.out.append(lowered)
-                elif lowered.runs:
-                    job.unproven[index] = Unproven(trial, lowered, start, lowering_s())
-                else:
-                    with _step(job, index, "compile", lowering_s()) as compiling_s:
-                        sampler = await lowered.compile()
-                    job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
-
-    async def _prove_all(self, job: TuneJob[Cfg]) -> None:
-        """See whether those run that cannot be compiled: after all others, since one that hangs keeps the device."""
-        for index in sorted(job.unproven, key=lambda i: i != job.incumbent):
-            one = job.unproven.pop(index)
-            if job.is_broke and job.board is not None and job.board.measured:
-                job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent")
-                job.out.append(one.lowered)
-                continue
-            with _outcome_of_failing(job, index, one.started, one.trial):
-                try:
-                    async with self._lanes(job, one.trial):
-                        with _step(job, index, "compile", one.lowering_s) as proving_s:
-                            sampler = await one.lowered.compile()
-                    job.runners[index] = Runner(one.trial, sampler, one.started, one.lowering_s + proving_s())
-                except LaneStuck:
-                    job.skip(index, _STUCK)
-                    job.out.append(one.lowered)
-
-    # Checking.
-
-    async def _check_all(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
-        """Compare outputs with those of the incumbent, or else of the first candidate that runs."""
-        if self._check is None:
-            return
-        unchecked = [i for i in group if i in job.runners and i not in job.checked]
-        for index in sorted(unchecked, key=lambda i: i != job.incumbent):
-            runner = job.runners[index]
-            if job.is_broke and job.expected is not None:
-                job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s was spent before it was checked")
-                job.let_out(index)
-                continue
-            comparing: list[Busy] = []
-            try:
-                async with self._at_work(job, index):
-                    with _step(job, index, "check"):
-                        outputs = await runner.outputs()
-                with _step(job, index, "check"):  # which is the host's business, and may take as long
-                    compare = partial(job.compare, outputs, self._check)
-                    what = f"comparing the outputs of {job.candidates[index]!r}"
-                    await run_in_thread(what, compare, grace_s=job.grace_s, left_behind=comparing)
-                job.checked.add(index)
-            except LaneStuck:
-                job.skip(index, f"{_STUCK}, so it was not checked")
-                job.let_out(index)
-            except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
-                job.fail(index, runner.started, "check", error, [*runner.trial.left_behind, *comparing])
-                job.let_out(index)
-            finally:
-                job.note_left_behind([*runner.trial.left_behind, *comparing])
-
-    # Sampling.
+    async def _race(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
+        if self._check is not None:
+            await check_all(self._check, job, group)
+        await self._sample_all(job, group)
 
     async def _sample_all(self, job: TuneJob[Cfg], group: Sequence[int]) -> None:
         """Race those that are timed in the best way any is; of the others only the time is taken.
@@ -284,7 +193,7 @@ class Tuner(Generic[Cfg]):
                     board.make_do()  # a warm-up in this way tells more than a sample in the next
                     measured = bool(board.measured)
         except LaneStuck:
-            untried = _STUCK
+            untried = STUCK
         board.make_do()
         unsampled = [index for index in ready if index in job.runners and not board.samples.get(index)]
         for index in unsampled:
@@ -294,22 +203,23 @@ class Tuner(Generic[Cfg]):
 
     async def _follow(self, job: TuneJob[Cfg], board: Board, plan: Iterator[Step]) -> None:
         first = None
-        for step in plan:
+        for planned in plan:
+            index = planned.index
             if first is None or first not in job.runners:  # the one before has failed
-                first = step.index
-            if isinstance(step, Drop):
-                board.drop(step.index, step.round, step.best)
-                job.tell(CandidateEliminated, step.index, job.runners[step.index].started, round=step.round)
-            elif job.is_broke and (board.measured or board.warmups.get(first) or step.index != first):
+                first = index
+            if isinstance(planned, Drop):
+                board.drop(index, planned.round, planned.best)
+                job.tell(CandidateEliminated, index, job.runners[index].started, round=planned.round)
+            elif job.is_broke and (board.measured or board.warmups.get(first) or index != first):
                 break  # the best so far wins; until there is one, the first that runs has one run
             else:
-                await self._sample(job, board, step.index)
+                await self._sample(job, board, index)
 
     async def _sample(self, job: TuneJob[Cfg], board: Board, index: int) -> None:
         runner = job.runners[index]
         try:
-            async with self._at_work(job, index):
-                with _step(job, index, "measure") as taken_s:
+            async with at_work(job, index):
+                with step(job, index, "measure") as taken_s:
                     seconds = _checked(await runner.sampler())
                 runner.measure_s += taken_s()
                 board.record(index, seconds, taken_s())
@@ -321,20 +231,6 @@ class Tuner(Generic[Cfg]):
             job.let_out(index)
         finally:
             job.note_left_behind(runner.trial.left_behind)
-
-    @asynccontextmanager
-    async def _at_work(self, job: TuneJob[Cfg], index: int) -> AsyncIterator[None]:
-        """Hold the device, and whatever else the candidate runs on, for one step."""
-        runner = job.runners[index]
-        async with self._lanes(job, runner.trial), _turn(runner.sampler, job):
-            if (ready := getattr(runner.sampler, "ready", None)) is not None:
-                for step in ready():  # compiled again, where another candidate took its worker along
-                    with _timed(job):
-                        await step()
-            yield
-
-    def _lanes(self, job: TuneJob[Cfg], trial: Trial[Cfg]) -> AbstractAsyncContextManager[None]:
-        return alone_on(job.devices, trial.left_behind, job.candidate_timeout_s)
 
     def _get_measure(self) -> Measure:
         if self._measure is None:
@@ -363,42 +259,6 @@ async def _job_alone(
     if device is None:
         device = await run_in_thread("finding the device", partial(with_settings, settings, default_device))
     return TuneJob(candidates, make_fn, args, dict(kwargs), make_travels=True, device=device, settings=settings)
-
-
-@contextmanager
-def _timed(job: TuneJob[Any], so_far_s: float = 0.0) -> Iterator[None]:
-    """Bound something that is done for a candidate by what is left of its timeout, and charge it to the tune."""
-    with job.meter.running(), anyio.fail_after(job.candidate_timeout_s - so_far_s):
-        yield
-
-
-@contextmanager
-def _step(job: TuneJob[Any], index: int, step: Stage, so_far_s: float = 0.0) -> Iterator[Callable[[], float]]:
-    """The same for a step of its way, noted for those who trace it; gives the seconds it took."""
-    start = end = anyio.current_time()
-    try:
-        with _timed(job, so_far_s):
-            yield lambda: end - start
-    finally:
-        end = anyio.current_time()
-        job.note_step(index, step, start, end)
-
-
-@contextmanager
-def _outcome_of_failing(job: TuneJob[Any], index: int, start: float, trial: Trial[Any]) -> Iterator[None]:
-    """Note why a candidate could not be made ready: one that fails is data, never the end of a tune."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        job.fail(index, start, trial.stage, error, trial.left_behind)
-    finally:
-        job.note_left_behind(trial.left_behind)
-
-
-def _turn(one: Any, job: TuneJob[Any]) -> AbstractAsyncContextManager[Any]:
-    """Wait until a measure or a sampler can be asked, and give what is to be asked: waiting is free."""
-    turn = getattr(one, "turn", None)
-    return nullcontext(one) if turn is None else turn(job.meter.running)
 
 
 def _let_go(job: TuneJob[Any]) -> None:

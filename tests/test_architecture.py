@@ -63,6 +63,8 @@ ARROW = [
     "parcels",
     "processes",
     "_worker",
+    "steps",
+    "readying",
     "tuner",
     "adapters",
     "health",

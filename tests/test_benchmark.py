@@ -910,6 +910,20 @@ def test_a_candidate_that_hangs_un_jitted_leaves_those_that_are_compiled(real_ba
     assert untried == Skipped("un-jitted", "an abandoned candidate still occupies the device")
 
 
+def test_outputs_are_held_against_the_incumbents_also_where_that_runs_un_jitted(real_backend):
+    """It is tried before anyone is checked, though not before they are compiled."""
+
+    def run(x, *, cfg):
+        if cfg == "incumbent":
+            np.asarray(x)
+        return x + 1 if cfg == "wrong" else x
+
+    report, _ = chosen_among(real_backend, ["incumbent", "wrong", "right"], run, check=True)
+    assert report.outcomes[0].how == "eager"
+    assert report.outcomes[1] == Failed("wrong", "check", "OutputMismatch", "output 0 differs by up to 1")
+    assert (report.winner, report.outcomes[2].how) == ("right", "forward")
+
+
 def test_un_jitted_candidates_run_alone(real_backend):
     """Finding out whether one runs is a run: nobody else is on the device meanwhile."""
     at_work, most = [], []

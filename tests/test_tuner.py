@@ -568,7 +568,7 @@ def _no_threads(monkeypatch):
     async def at_once(what, work, **options):
         return work()
 
-    monkeypatch.setattr("asel.tuner.run_in_thread", at_once)
+    monkeypatch.setattr("asel.readying.run_in_thread", at_once)
 
 
 @pytest.mark.anyio
