@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ _BREATH_S = 100e-6
 # A constant with more elements than this is not read to find out whose program is whose.
 _MOST_ELEMENTS = 4096
 logger = logging.getLogger("asel")
+T = TypeVar("T")
 
 
 class JaxMeasure:
@@ -79,10 +80,11 @@ class Program:
             fn = trial.build()
             leaves, structure = jax.tree_util.tree_flatten((trial.args, dict(trial.kwargs)))
             dynamic = [_is_array(leaf) for leaf in leaves]
+            # Under a mesh a shape of unknown place is JAX's to place, as the caller's own array would be.
+            self._device = trial.device if trial.settings is None or trial.settings.mesh is None else None
             if (arrays := trial.shared.get("arrays")) is None:
-                # Under a mesh a shape of unknown place is JAX's to place, as the caller's own array would be.
-                device = trial.device if trial.settings is None or trial.settings.mesh is None else None
-                arrays = [concrete(leaf, device) for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
+                given = zip(leaves, dynamic, strict=True)
+                arrays = [concrete(leaf, self._device) for leaf, is_array in given if is_array]
                 trial.shared["arrays"] = arrays
 
             def forward(*values: Any) -> Any:
@@ -112,24 +114,19 @@ class Program:
 
     def _prove(self) -> None:
         try:
-            jax.block_until_ready(self._forward(*_copies(self._arrays)))  # type: ignore[no-untyped-call]
+            self._whatever_is_donated(partial(self._timed_with, self._forward, 1, time.perf_counter))
         except Exception:
             assert self._refused is not None
             raise self._refused from None  # it does not run at all
 
     def run(self, times: int, timer: Callable[[], float]) -> float:
         """Return the seconds that `times` runs took, each waited for."""
+        assert self._executable is not None
         with settings_held(self._trial.settings):
-            try:
-                return self._timed(times, timer)
-            except RuntimeError:
-                if not self._replace_deleted():
-                    raise
-                return self._timed(times, timer)
+            return self._whatever_is_donated(partial(self._timed_with, self._executable, times, timer))
 
-    def _timed(self, times: int, timer: Callable[[], float]) -> float:
-        executable, arrays = self._executable, self._arrays
-        assert executable is not None
+    def _timed_with(self, executable: Callable[..., Any], times: int, timer: Callable[[], float]) -> float:
+        arrays = self._arrays
         if self.how == "eager":
             arrays, times = _copies(arrays), 1
         start = timer()
@@ -137,29 +134,42 @@ class Program:
             jax.block_until_ready(executable(*arrays))  # type: ignore[no-untyped-call]
         return timer() - start
 
-    def _replace_deleted(self) -> bool:
-        """Have zeros in the place of what the caller has donated since, for all candidates; tell if there was any."""
-        deleted = [index for index, array in enumerate(self._arrays) if _is_deleted(array)]
-        for index in deleted:
-            self._arrays[index] = concrete(self._arrays[index], self._trial.device)
-        return bool(deleted)
+    def _whatever_is_donated(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns; done again with zeros in the place of arguments that the caller has donated."""
+        try:
+            return work()
+        except Exception:  # a RuntimeError or a ValueError, by the way that JAX took
+            deleted = [index for index, array in enumerate(self._arrays) if _is_deleted(array)]
+            if not deleted:
+                raise
+        for index in deleted:  # for all candidates: they share the list
+            self._arrays[index] = concrete(self._arrays[index], self._device)
+        self._trial.shared["donations"] = self._trial.shared.get("donations", 0) + 1
+        return work()
 
     def outputs(self) -> list[Any]:
         """Return what a forward run returns, on the host: numbers, since an object might do anything if unpickled.
 
         Raises:
-            RuntimeError: the caller has donated an argument, so there is nothing left to compute the same with.
+            RuntimeError: the caller has donated an argument since the first outputs, so that these would be others.
         """
         with settings_held(self._trial.settings):
-            if any(map(_is_deleted, self._arrays)):
-                raise RuntimeError("an argument was donated by its caller while outputs were being compared")
-            if self.how == "eager":
-                outputs = self._forward(*_copies(self._arrays))
-            elif self.how == "forward" and self._executable is not None:
-                outputs = self._executable(*self._arrays)
-            else:
-                outputs = jax.jit(self._forward)(*self._arrays)
-            return [_on_host(leaf) for leaf in jax.tree_util.tree_leaves(outputs)]
+            return self._whatever_is_donated(self._outputs)
+
+    def _outputs(self) -> list[Any]:
+        shared = self._trial.shared
+        donations = shared.get("donations", 0)
+        if shared.get("compared_after", donations) != donations:
+            raise RuntimeError("an argument was donated by its caller while outputs were being compared")
+        if self.how == "eager":
+            outputs = self._forward(*_copies(self._arrays))
+        elif self.how == "forward" and self._executable is not None:
+            outputs = self._executable(*self._arrays)
+        else:
+            outputs = jax.jit(self._forward)(*self._arrays)
+        on_host = [_on_host(leaf) for leaf in jax.tree_util.tree_leaves(outputs)]
+        shared["compared_after"] = donations
+        return on_host
 
     def release(self) -> None:
         """Let go of the executable, and with the function of all that JAX keeps for it."""

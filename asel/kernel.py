@@ -211,7 +211,7 @@ def example_inputs_of(kernel: Any, inv: Any) -> Callable[[], Any] | None:
 
     def example() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         made = make(inv)
-        # An array and a dict of parameters are two arguments: only args in a tuple of their own have kwargs beside them
+        # An array and a dict of parameters are two arguments: kwargs stand beside args in a tuple of their own.
         has_kwargs = isinstance(made, tuple) and len(made) == 2 and _are_args(*made)
         args, kwargs = made if has_kwargs else (made, inv.kwargs)
         return tuple(args), dict(kwargs)

@@ -113,7 +113,7 @@ class _Array(NamedTuple):
 def _portable(leaf: Any) -> Any:
     try:
         return _as_numbers(abstract(leaf))
-    except RuntimeError:
+    except Exception:
         shape = abstract(leaf)  # it may have been donated in this moment
         if isinstance(shape, jax.Array):
             raise

@@ -1414,7 +1414,7 @@ def test_a_program_runs_with_zeros_in_the_place_of_what_was_donated(when):
             program = Program(trial)
         elif step == "before it is compiled":
             program.compile()
-            assert when == "between two samples" or program.run(1, time.perf_counter) > 0
+            assert program.run(1, time.perf_counter) > 0
     assert program.run(2, time.perf_counter) > 0
     zeros, same, weakly = shared["arrays"]
     assert same is kept
@@ -1422,15 +1422,42 @@ def test_a_program_runs_with_zeros_in_the_place_of_what_was_donated(when):
     assert (weakly.weak_type, weakly.dtype, weakly.tolist()) == (True, weak.dtype, 0.0)
 
 
-def test_outputs_are_not_compared_once_an_argument_was_donated():
-    """Others were computed with what it held: zeros would make every candidate a wrong one."""
-    x = jnp.ones(8)
-    program = Program(Trial(1, lambda x: x * 2, (x,), {}, jax.devices()[0]))
+def compiled(fn, x, shared) -> Program:
+    program = Program(Trial(1, fn, (x,), {}, jax.devices()[0], shared=shared))
     program.compile()
-    assert program.outputs()[0].tolist() == [2.0] * 8
+    return program
+
+
+@pytest.mark.parametrize("who_notices", ["the next to be compared", "a sample"])
+def test_outputs_are_not_compared_with_those_from_before_a_donation(who_notices):
+    """The first were computed with what it held: zeros would make every other candidate a wrong one."""
+    x, shared = jnp.ones(8), {}
+    first, second = compiled(lambda x: x * 2, x, shared), compiled(lambda x: x + x, x, shared)
+    assert first.outputs()[0].tolist() == [2.0] * 8
     donate(x)
-    with pytest.raises(RuntimeError, match="donated by its caller"):
-        program.outputs()
+    if who_notices == "a sample":
+        first.run(1, time.perf_counter)
+    for program in (second, first):
+        with pytest.raises(RuntimeError, match="donated by its caller"):
+            program.outputs()
+
+
+def test_outputs_are_compared_where_the_donation_came_before_the_first():
+    """All are computed with the same zeros then."""
+    x, shared = jnp.ones(8), {}
+    first, second = compiled(lambda x: x + 2, x, shared), compiled(lambda x: x + 3, x, shared)
+    donate(x)
+    assert first.outputs()[0].tolist() == [2.0] * 8
+    assert second.outputs()[0].tolist() == [3.0] * 8
+
+
+def test_what_runs_un_jitted_is_tried_with_zeros_where_an_argument_was_donated():
+    """Its caller's donation is not its failure."""
+    x, shared = jnp.ones(8), {}
+    program = Program(Trial(1, lambda x: jnp.asarray(np.asarray(x)), (x,), {}, jax.devices()[0], shared=shared))
+    donate(x)
+    program.compile()
+    assert (program.how, program.run(1, time.perf_counter) > 0) == ("eager", True)
 
 
 def test_an_error_that_is_no_donation_is_the_candidates_own():
