@@ -28,8 +28,9 @@ __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "con
 # A sample this long is far above the timer's noise and the cost of dispatching one run.
 LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
-_BATCHES = 3
-# A batch as long as this needs no others beside it, and no cold run before it.
+# A batch shorter than this is one of three: the system takes a run away for milliseconds now and then.
+_TINY_S = 0.5e-3
+# And one as long as this needs no cold run before it.
 _SHORT_S = 2e-3
 _BREATH_S = 100e-6
 # A constant with more elements than this is not read to find out whose program is whose.
@@ -188,8 +189,8 @@ class Timing:
 
     The first run is cold, and a sample all the same where it is long enough to be timed at all: a race throws it
     away, or makes do with it where runs are long. Later on, short runs are cold again after those of others: one
-    goes before, uncounted, and a sample is the median of a few. Now and then the system takes one away for
-    milliseconds, and a mean would tell of nothing else.
+    goes before, uncounted, and where they are tiny a sample is the median of three batches. How long a candidate's
+    runs are is what its best one took: it is not sampled otherwise for having been slow once.
     """
 
     def __init__(self, program: Program, timer: Callable[[], float], least_sample_s: float) -> None:
@@ -198,7 +199,7 @@ class Timing:
         self._least_sample_s = least_sample_s
         self._runs = 0
         self._taken = 0
-        self._batch_s = 0.0
+        self._best_s = math.inf
 
     def sample(self) -> float:
         """Return the seconds one run takes; roughly, the first time."""
@@ -207,12 +208,13 @@ class Timing:
             return self._run(1)
         if self._taken == 1 and (cold_s := self._run(1)) >= self._least_s():
             return cold_s
-        if self._taken <= 2 or self._batch_s >= _SHORT_S:
-            self._batch_s = self._batch()
-            return self._batch_s / self._runs
-        self._run(1)
-        self._batch_s = median([self._batch(), *(self._run(self._runs) for _ in range(1, _BATCHES))])
-        return self._batch_s / self._runs
+        if self._taken > 2 and self._best_s < _SHORT_S:
+            self._run(1)
+        batch_s = self._batch()
+        if self._taken > 2 and self._best_s < _TINY_S:
+            batch_s = median([batch_s, self._run(self._runs), self._run(self._runs)])
+        self._best_s = min(self._best_s, batch_s)
+        return batch_s / self._runs
 
     def _batch(self) -> float:
         """Return the seconds of as many runs as are well above the timer's noise."""

@@ -35,6 +35,9 @@ class Drop:
 
 Step = Sample | Drop
 
+# How many times the leader's level the best of a candidate may be to stay after a round, whatever the scatter is.
+_ALLOWED = {1: 2.5, 2: 1.5}
+
 
 class Strategy(Protocol):
     """Plans a tune: yields steps, reading from the board what the steps before have found."""
@@ -64,12 +67,14 @@ class Race:
 
     A round drops those that are too slow to win beyond doubt (`Board.losers`), unless the best that was seen of
     them is as good as the leader: samples are late and seldom early, so the best one is a fair witness. After
-    the first round, when nothing is known of their scatter, they are those of which even the best is half
-    slower. What makes runs late is a few milliseconds, whatever their length, so long ones are precise and
-    drop out sooner: by a tenth, later a twentieth, and `JITTER_S` over the number of the round. Two always stay,
-    and so does the incumbent: it is what the winner is held against. Without one, the first declared wins ties,
-    so where runs are short it stays for five rounds, unless it is twice as slow: a bad start would make every
-    repeat of a tune among equals another tune. Where the one that others lost to fails, they are back.
+    the first round, when nothing is known of their scatter, they are those of which even the best takes two and a
+    half times as long, after the second one and a half times: a neighbour on one of two cores doubles the time of
+    what needs both for as long as it takes to look at it once. What makes runs late is a few milliseconds,
+    whatever their length, so long ones are precise and drop out sooner: by a tenth, later a twentieth, and
+    `JITTER_S` over the number of the round. Two always stay, and so does the incumbent: it is what the winner is
+    held against. Without one, the first declared wins ties, so where runs are short it stays for five rounds,
+    unless it is twice as slow: a bad start would make every repeat of a tune among equals another tune. Where the
+    one that others lost to fails, they are back.
 
     It is over when all that are left have `iters` samples at the least, and more would hardly change who wins;
     after `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
@@ -127,7 +132,7 @@ class Race:
 
     def _losers(self, board: Board, number: int, leader: int) -> Sequence[int]:
         best = board.level(leader)
-        allowed_s = best * 1.5 if number == 1 else inf
+        allowed_s = best * _ALLOWED.get(number, inf)
         if best >= LONG_S:
             allowed_s = min(allowed_s, best * (1.1 if number == 1 else 1.05) + JITTER_S / number)
         slow = board.losers() if number > 1 else []

@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import ceil
+from statistics import fmean, median
 from time import perf_counter
 
 import jax
 import jax.numpy as jnp
 from side_by_side import without_gc
-
-from asel.board import level
 
 __all__ = [
     "CLAMPED",
@@ -161,9 +160,12 @@ def record(family: Family, samples: int) -> Oracle:
 
 
 class Oracle:
-    """Knows every candidate's time: the mean of the middle half of its samples, which nobody's pauses move.
+    """Knows how much slower than the best every candidate is.
 
-    It may watch by and by: what others do to a shared machine changes from one minute to the next.
+    It may watch by and by: what others do to a shared machine changes from one minute to the next. What slows a
+    round slows all that run in it, so a sample counts as a part of its round's. And the best is found in one half
+    of the rounds and others are held against it in the other: the best of many noisy figures is the luckiest, too,
+    and beside it in its own rounds everyone else would look slow, its equals as well.
     """
 
     def __init__(self, family: Family) -> None:
@@ -176,7 +178,7 @@ class Oracle:
         self._compiled = [lowered[texts.index(text)].compile() for text in distinct]
         once = [min(self._sample(index, 1) for _ in range(2)) for index in range(len(distinct))]
         self._runs = [ceil(LEAST_SAMPLE_S / seconds) for seconds in once]
-        self._taken: list[list[float]] = [[] for _ in distinct]
+        self._rounds: list[list[float]] = []
 
     def watch(self, rounds: int) -> None:
         """Take so many interleaved samples of every program."""
@@ -184,9 +186,9 @@ class Oracle:
         gc.collect()
         with without_gc():
             for _ in range(rounds):
-                random.Random(len(self._taken[0])).shuffle(order)
-                for index in order:
-                    self._taken[index].append(self._sample(index, self._runs[index]))
+                random.Random(len(self._rounds)).shuffle(order)
+                taken = {index: self._sample(index, self._runs[index]) for index in order}
+                self._rounds.append([taken[index] for index in sorted(taken)])
 
     def _sample(self, index: int, runs: int) -> float:
         run = self._compiled[index]
@@ -200,13 +202,27 @@ class Oracle:
     @property
     def samples_s(self) -> list[list[float]]:
         """Every candidate's samples; those with the same program have them in common."""
-        return [self._taken[program] for program in self._programs]
+        by_program = [list(samples) for samples in zip(*self._rounds, strict=True)]
+        return [by_program[program] for program in self._programs]
 
     def regret(self, cfg: Blocks) -> float:
         """Return by how much, as a fraction, `cfg` is slower than the best."""
         program = self._programs[self.family.candidates.index(cfg)]
-        return level(self._taken[program]) / self.best_s - 1
+        halves = _levels(self._rounds[::2]), _levels(self._rounds[1::2])
+        over = [judge[program] / judge[finder.index(min(finder))] - 1 for finder, judge in (halves, halves[::-1])]
+        return max(0.0, fmean(over))
 
     @property
     def best_s(self) -> float:
-        return min(map(level, self._taken))
+        return min(map(median, zip(*self._rounds, strict=True)))
+
+
+def _levels(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of the middle half of every program's samples, each as a part of its round's."""
+    paired = [[seconds / median(taken) for seconds in taken] for taken in rounds]
+    return [_middle(samples) for samples in zip(*paired, strict=True)]
+
+
+def _middle(samples: Sequence[float]) -> float:
+    cut = (len(samples) + 1) // 4
+    return fmean(sorted(samples)[cut : len(samples) - cut])
