@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import hypot, inf, sqrt
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 
 __all__ = ["JITTER_S", "LEAST_NOISE", "LONG_S", "Board", "level"]
 
@@ -167,18 +167,14 @@ class Board:
     def _taken(self) -> dict[int, list[float]]:
         """Return the samples, those of the finalists freed of what slowed a whole round.
 
-        Each is a part of its round's median then, and scatters half as much. Needs rounds in which all of them ran.
+        They scatter half as much then. Needs rounds in which all of them ran.
         """
         if self._paired is None:
             self._paired = {i: samples for i, samples in self.samples.items() if samples}
             racing = [i for i in self.finalists if any(i in samples for samples in self.rounds)]
             rounds = [samples for samples in self.rounds if all(i in samples for i in racing)]
-            middles = [median(samples[i] for i in racing) for samples in rounds]
-            if len(rounds) >= LEAST_ROUNDS and len(racing) > 1 and min(middles) > 0:
-                scale = level(middles)
-                for index in racing:
-                    parts = zip(rounds, middles, strict=True)
-                    self._paired[index] = [samples[index] / middle * scale for samples, middle in parts]
+            if len(rounds) >= LEAST_ROUNDS and len(racing) > 1:
+                self._paired |= _freed(rounds, racing)
         return self._paired
 
     def noise(self, *indices: int) -> float:
@@ -261,6 +257,21 @@ class Board:
     def favourite(self) -> int:
         """The candidate that wins every tie: the incumbent, or else the first declared."""
         return self.incumbent if self.incumbent in self.candidates else min(self.candidates)
+
+
+def _freed(rounds: Sequence[dict[int, float]], racing: Sequence[int]) -> dict[int, list[float]]:
+    """Return the samples without what slowed their rounds; none where the timer has seen nothing of some.
+
+    A round is slowed by as much as half of those that ran in it: of two it is the one that was slowed less, or what
+    is late for one of them would be early for the other.
+    """
+    usual = {i: level([samples[i] for samples in rounds]) for i in racing}
+    if min(usual.values()) <= 0:
+        return {}
+    slowed = [median_low(samples[i] / usual[i] for i in racing) for samples in rounds]
+    if min(slowed) <= 0:
+        return {}
+    return {i: [samples[i] / by for samples, by in zip(rounds, slowed, strict=True)] for i in racing}
 
 
 def _deviations(samples: Sequence[float]) -> float:

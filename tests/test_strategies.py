@@ -333,6 +333,16 @@ def test_a_strategy_is_named_or_made():
         Tuner(strategy="fastest")
 
 
+def test_what_is_late_for_one_of_two_is_not_early_for_the_other():
+    """Rounds in which one of two finalists was disturbed say nothing of the other."""
+    board = Board([0, 1], None, 0)
+    for number in range(8):
+        board.record(0, 2.0 if number % 4 == 0 else 1.0)
+        board.record(1, 1.05)
+    assert board.level(0) == pytest.approx(1.0)
+    assert board.level(1) == pytest.approx(1.05)
+
+
 def test_late_samples_do_not_count():
     """A quarter of the samples may be late by any amount: candidates are ranked by the mean of the others."""
     assert level([1.0, 1.0, 9.0]) == level([1.0, 1.0, 1.0, 50.0]) == 1.0
