@@ -35,8 +35,12 @@ class Drop:
 
 Step = Sample | Drop
 
+# A neighbour slows what it does by up to this factor, and mostly for longer than this: a few quick rounds all see
+# the same of it, so that they agree says nothing.
+_DISTURBED = 1.5
+_LOOK_S = 0.1
 # How many times the leader's level the best of a candidate may be to stay after a round, whatever the scatter is.
-_ALLOWED = {1: 2.5, 2: 1.5}
+_ALLOWED = {1: 2.5, 2: _DISTURBED}
 
 
 class Strategy(Protocol):
@@ -76,8 +80,8 @@ class Race:
     unless it is twice as slow: a bad start would make every repeat of a tune among equals another tune. Where the
     one that others lost to fails, they are back.
 
-    It is over when all that are left have `iters` samples at the least, and more would hardly change who wins;
-    after `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
+    It is over when all that are left have `iters` samples at the least, and more would hardly change who wins; where
+    two are close, not before a tenth of a second, which is longer than most of what disturbs a machine; after `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
     up to a second, a quarter of it beyond that, and `least_s` in any case. So short kernels, which are
     noisy and cheap, are sampled often, and long ones, which are neither, seldom.
     """
@@ -118,8 +122,15 @@ class Race:
             for index in self._losers(board, number, best):
                 yield Drop(index, number, best)
             least = min(len(board.samples.get(index, ())) for index in board.alive)
-            if least >= self.iters and (board.is_settled or board.cost_s - begun_s >= effort_s):
+            taken_s = board.cost_s - begun_s
+            if least >= self.iters and (taken_s >= effort_s or (board.is_settled and taken_s >= self._look_s(board))):
                 return
+
+    def _look_s(self, board: Board) -> float:
+        """Return how long rounds have to take until those that are left may be told apart."""
+        best = board.level(board.leader())
+        rivals = [i for i in board.alive if board.samples.get(i) and board.level(i) < _DISTURBED * best]
+        return _LOOK_S if len(rivals) > 1 else 0.0
 
     def _out_at_once(self, board: Board, index: int) -> int | None:
         """Return the one whose warm-up shows that a long candidate is too slow, if there is one."""

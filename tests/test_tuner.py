@@ -340,7 +340,8 @@ async def test_who_lost_to_a_candidate_that_fails_late_is_not_lost():
     report = await Tuner(measure=measure).tune(job)
     assert "good" in [event.cfg for event in told if event.name == "candidate_eliminated"]
     assert kinds(report.outcomes) == [Measured, Measured, Failed, Failed]
-    assert (report.winner, report.best.eliminated, len(report.best.samples_s)) == ("good", None, 3)
+    assert (report.winner, report.best.eliminated) == ("good", None)
+    assert len(report.best.samples_s) >= 3
 
 
 @pytest.mark.anyio

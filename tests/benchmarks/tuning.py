@@ -143,12 +143,19 @@ CASES = (
     ),
     Case(CLAMPED, asel_tune, why="half are aliases, found before they are compiled"),
     Case(CLAMPED_MORE, asel_tune, 2.0, why="most are aliases, found before they are compiled"),
-    Case(replace(FAMILIES[1], name="attention in groups"), in_groups, 2.0, why="10 of 25 are in the first group"),
+    Case(
+        replace(FAMILIES[1], name="attention in groups"),
+        in_groups,
+        2.0,
+        why="10 of 25 are in the first group",
+        with_tune_jax=False,
+    ),
     Case(
         replace(FAMILIES[1], name="attention, one candidate added"),
         OneMore(),
         2.0,
         why="the others' timings are reused",
+        with_tune_jax=False,
     ),
     Case(LONG, asel_tune, 2.0, samples=10, why="running dominates", with_tune_jax=False),
 )
