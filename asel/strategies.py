@@ -81,9 +81,10 @@ class Race:
     one that others lost to fails, they are back.
 
     It is over when all that are left have `iters` samples at the least, and more would hardly change who wins; where
-    two are close, not before a tenth of a second, which is longer than most of what disturbs a machine; after `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass
-    up to a second, a quarter of it beyond that, and `least_s` in any case. So short kernels, which are
-    noisy and cheap, are sampled often, and long ones, which are neither, seldom.
+    two are close, not before a tenth of a second, which is longer than most of what disturbs a machine. After
+    `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass up to a
+    second, a quarter of it beyond that, and `least_s` in any case. So short kernels, which are noisy and cheap, are
+    sampled often, and long ones, which are neither, seldom.
     """
 
     iters: int = 3
