@@ -35,8 +35,8 @@ class Drop:
 
 Step = Sample | Drop
 
-# A neighbour slows what it does by up to this factor, and mostly for longer than this: a few quick rounds all see
-# the same of it, so that they agree says nothing.
+# A busy neighbour slows a core by up to this factor, and mostly for longer than this: quick rounds all see the same
+# of it, so that they agree says little.
 _DISTURBED = 1.5
 _LOOK_S = 0.1
 # How many times the leader's level the best of a candidate may be to stay after a round, whatever the scatter is.
@@ -124,14 +124,8 @@ class Race:
                 yield Drop(index, number, best)
             least = min(len(board.samples.get(index, ())) for index in board.alive)
             taken_s = board.cost_s - begun_s
-            if least >= self.iters and (taken_s >= effort_s or (board.is_settled and taken_s >= self._look_s(board))):
+            if least >= self.iters and (taken_s >= effort_s or (board.is_settled and taken_s >= _look_s(board))):
                 return
-
-    def _look_s(self, board: Board) -> float:
-        """Return how long rounds have to take until those that are left may be told apart."""
-        best = board.level(board.leader())
-        rivals = [i for i in board.alive if board.samples.get(i) and board.level(i) < _DISTURBED * best]
-        return _LOOK_S if len(rivals) > 1 else 0.0
 
     def _out_at_once(self, board: Board, index: int) -> int | None:
         """Return the one whose warm-up shows that a long candidate is too slow, if there is one."""
@@ -155,6 +149,13 @@ class Race:
     def _stays(self, board: Board, number: int, index: int, best: float) -> bool:
         early = number < 5 and best < LONG_S
         return index == board.incumbent or (index == board.favourite and early and board.witness(index) < 2 * best)
+
+
+def _look_s(board: Board) -> float:
+    """Return how long rounds have to take until those that are left may be told apart."""
+    best = board.level(board.leader())
+    rivals = [i for i in board.alive if board.samples.get(i) and board.level(i) < _DISTURBED * best]
+    return _LOOK_S if len(rivals) > 1 else 0.0
 
 
 def _incumbent_first(board: Board) -> list[int]:
