@@ -9,8 +9,8 @@ import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any, TypeVar
 
 import jax
@@ -28,9 +28,9 @@ __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "con
 # A sample this long is far above the timer's noise and the cost of dispatching one run.
 LEAST_SAMPLE_S = 200e-6
 _MOST_RUNS = 1000
-# A batch shorter than this is one of three: the system takes a run away for milliseconds now and then.
+# A batch shorter than the one is one of three, and than the other one of two: the first of them is cold, and the system
+# takes a run away for milliseconds now and then.
 _TINY_S = 0.5e-3
-# And one as long as this needs no cold run before it.
 _SHORT_S = 2e-3
 _BREATH_S = 100e-6
 # A constant with more elements than this is not read to find out whose program is whose.
@@ -172,6 +172,11 @@ class Program:
         shared["compared_after"] = donations
         return on_host
 
+    @property
+    def pace(self) -> Pace:
+        pace: Pace = self._trial.shared.setdefault("pace", Pace())
+        return pace
+
     def release(self) -> None:
         """Let go of the executable, and with the function of all that JAX keeps for it."""
         self._executable = self._lowered = self._refused = None
@@ -184,22 +189,38 @@ def _released(*values: Any) -> Any:
     raise RuntimeError("a candidate that is out of the race was run again")
 
 
+@dataclass(slots=True)
+class Pace:
+    """How the runs of a tune's candidates are sampled: all alike, or the best of three would beat the best of two.
+
+    It is that of the fastest. Slow ones are run more often than they need to be, and not for long.
+    """
+
+    runs: int = 1
+    """How many make a batch: as many as are well above the timer's noise."""
+    batch_s: float = math.inf
+    """The best batch that was seen."""
+
+    @property
+    def batches(self) -> int:
+        """How many make a sample, of which the best counts."""
+        return 3 if self.batch_s < _TINY_S else 2 if self.batch_s < _SHORT_S else 1
+
+
 class Timing:
     """Samples of a compiled program, or of one run as it is: then each is one run.
 
     The first run is cold, and a sample all the same where it is long enough to be timed at all: a race throws it
-    away, or makes do with it where runs are long. Later on, short runs are cold again after those of others: one
-    goes before, uncounted, and where they are tiny a sample is the median of three batches. How long a candidate's
-    runs are is what its best one took: it is not sampled otherwise for having been slow once.
+    away, or makes do with it where runs are long. The second sample is a batch of runs. From then on, short runs are
+    cold again after those of others, and disturbed now and then: a sample is the best of some batches. On a machine
+    that others use, the best of a cold and a warm run tells nearly twice as much as the warm one alone.
     """
 
     def __init__(self, program: Program, timer: Callable[[], float], least_sample_s: float) -> None:
         self.program = program
         self._timer = timer
         self._least_sample_s = least_sample_s
-        self._runs = 0
         self._taken = 0
-        self._best_s = math.inf
 
     def sample(self) -> float:
         """Return the seconds one run takes; roughly, the first time."""
@@ -208,23 +229,20 @@ class Timing:
             return self._run(1)
         if self._taken == 1 and (cold_s := self._run(1)) >= self._least_s():
             return cold_s
-        if self._taken > 2 and self._best_s < _SHORT_S:
-            self._run(1)
-        batch_s = self._batch()
-        if self._taken > 2 and self._best_s < _TINY_S:
-            batch_s = median([batch_s, self._run(self._runs), self._run(self._runs)])
-        self._best_s = min(self._best_s, batch_s)
-        return batch_s / self._runs
+        pace = self.program.pace
+        runs, batch_s = self._batch(pace.runs if self._taken > 2 else 1)
+        if self._taken > 2:
+            batch_s = min([batch_s, *(self._run(runs) for _ in range(pace.batches - 1))])
+        pace.runs, pace.batch_s = max(pace.runs, runs), min(pace.batch_s, batch_s)
+        return batch_s / runs
 
-    def _batch(self) -> float:
-        """Return the seconds of as many runs as are well above the timer's noise."""
-        runs = self._runs or 1
+    def _batch(self, runs: int) -> tuple[int, float]:
+        """Return so many runs, or as many more as are well above the timer's noise, and the seconds they took."""
         taken = self._run(runs)
         while 0 < taken < self._least_s() and runs < _MOST_RUNS:
             runs = min(_MOST_RUNS, max(runs + 1, math.ceil(1.2 * runs * self._least_s() / taken)))
             taken = self._run(runs)
-        self._runs = runs
-        return taken
+        return runs, taken
 
     def _run(self, times: int) -> float:
         return self.program.run(times, self._timer)

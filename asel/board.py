@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import hypot, inf, sqrt
+from math import hypot, inf, log, sqrt
 from statistics import fmean, median, median_low
 
 __all__ = ["JITTER_S", "LEAST_NOISE", "LONG_S", "Board", "level"]
@@ -15,6 +15,8 @@ LEAST_NOISE = 0.02
 MOST_TIE = 0.03
 # And farther apart than this they are none even for the favourite: a guess is not kept at any price.
 MOST_NOISE = 0.1
+# What is clear is so by so many standard errors. It is asked again and again, and one is too few for that.
+SURE = 2.0
 # Levels known as well as this are not sampled on: a winner that ties by twice that is the same next time.
 PRECISE = 0.005
 # What the system takes from a run now and then, whatever its length: long samples are precise, short ones are not.
@@ -24,7 +26,9 @@ LONG_S = 50e-3
 # What all candidates' samples say of the scatter of one weighs as much as so many samples of its own.
 PRIOR = 3
 # With so many samples, twice as much is in doubt as their scatter shows: they are late in bunches, and asked often.
-FEW = 4
+FEW = 3
+# Normal samples' standard deviation by their mean deviation.
+NORMAL = 1.25
 # A sample that is late by more than this part of a level says no more of its scatter than one that is late by this.
 MOST_LATE = 0.5
 # So many rounds are needed to tell what slowed a round from what is slow.
@@ -60,6 +64,7 @@ class Board:
     """What sampling has taken."""
     _lost_to: dict[int, int | None] = field(default_factory=dict)
     _paired: dict[int, list[float]] | None = None
+    _compared: int = 0
     _scatter: float | None = None
     _levels: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -161,7 +166,9 @@ class Board:
             samples = taken[index]
             count = len(samples)
             scatter = (PRIOR * self._scatter + _deviations(samples)) / (PRIOR + count - 1)
-            self._levels[index] = level(samples), 1.25 * scatter / sqrt(count) * (1 + FEW / count)
+            # What is taken off a round is made of its samples: they scatter around it less than around the truth.
+            hidden = 1 - 1 / self._compared if self._compared > 1 else 1.0
+            self._levels[index] = level(samples), NORMAL * scatter / sqrt(count * hidden) * (1 + FEW / count)
         return self._levels[index]
 
     def _taken(self) -> dict[int, list[float]]:
@@ -170,26 +177,30 @@ class Board:
         They scatter half as much then. Needs rounds in which all of them ran.
         """
         if self._paired is None:
-            self._paired = {i: samples for i, samples in self.samples.items() if samples}
+            self._paired, self._compared = {i: samples for i, samples in self.samples.items() if samples}, 0
             racing = [i for i in self.finalists if any(i in samples for samples in self.rounds)]
             rounds = [samples for samples in self.rounds if all(i in samples for i in racing)]
             if len(rounds) >= LEAST_ROUNDS and len(racing) > 1:
-                self._paired |= _freed(rounds, racing)
+                freed = _freed(rounds, racing)
+                self._paired |= freed
+                self._compared = len(freed)
         return self._paired
 
-    def noise(self, *indices: int) -> float:
+    def noise(self, one: int, other: int) -> float:
         """Return how far apart two levels may be and still be a tie for the favourite, as a fraction.
 
-        Whoever leads was lucky more often than not, being the luckiest of many: so it is more than it is for two.
+        Whoever leads is the luckiest of all finalists: the more there are, the farther it is ahead of its equals. That
+        it is by more than this happens once in two hundred tunes.
         """
-        return min(max(LEAST_NOISE, 2.5 * self._reach(indices)), MOST_NOISE)
+        rivals = max(len(self.finalists) - 1, 1)
+        return min(max(LEAST_NOISE, (2.58 + 0.29 * log(rivals)) * self._reach(one, other)), MOST_NOISE)
 
-    def tie(self, *indices: int) -> float:
+    def tie(self, one: int, other: int) -> float:
         """Return the same for two of which neither is the favourite: more than a choice may cost is no tie."""
-        return min(LEAST_NOISE + 2 * self._reach(indices), MOST_TIE)
+        return min(LEAST_NOISE + 1.5 * self._reach(one, other), MOST_TIE)
 
-    def _reach(self, indices: Sequence[int]) -> float:
-        doubt = max(map(self.doubt, indices))
+    def _reach(self, one: int, other: int) -> float:
+        doubt = self._doubt(one, other)
         return doubt if doubt < inf else 0.0  # where nothing tells, what was seen is all there is
 
     @property
@@ -209,11 +220,10 @@ class Board:
         few samples. And nobody wins whom any other finalist clearly beats, however wild the leader's samples are.
         """
         leader = self.leader()
-        return next(i for i in self._by_preference() if i == leader or self._is_as_good(i, leader))
+        return next(i for i in self._by_preference() if i == leader or self._is_as_good(i))
 
-    def _is_as_good(self, index: int, leader: int) -> bool:
-        within = self._over(index, leader) <= self._allowed(index, leader)
-        return within and not any(self._is_slower(index, other) for other in self.finalists)
+    def _is_as_good(self, index: int) -> bool:
+        return all(self._over(index, other) <= self._allowed(index, other) for other in self.finalists)
 
     def losers(self) -> list[int]:
         """Return the finalists that are clearly too slow to win."""
@@ -234,10 +244,10 @@ class Board:
         return all(self._is_equal(*pair) or self._is_slower(*pair) or self._doubt(*pair) <= PRECISE for pair in asked)
 
     def _is_equal(self, index: int, best: int) -> bool:
-        return self._over(index, best) + self._doubt(index, best) <= MOST_TIE
+        return self._over(index, best) + SURE * self._doubt(index, best) <= MOST_TIE
 
     def _is_slower(self, index: int, best: int) -> bool:
-        return self._over(index, best) - self._doubt(index, best) > self._allowed(index, best)
+        return self._over(index, best) - SURE * self._doubt(index, best) > self._allowed(index, best)
 
     def _over(self, index: int, best: int) -> float:
         """Return by how much one is slower than the other, as a fraction."""

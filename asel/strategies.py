@@ -73,22 +73,23 @@ class Race:
     them is as good as the leader: samples are late and seldom early, so the best one is a fair witness. After
     the first round, when nothing is known of their scatter, they are those of which even the best takes two and a
     half times as long, after the second one and a half times: a neighbour on one of two cores doubles the time of
-    what needs both for as long as it takes to look at it once. What makes runs late is a few milliseconds,
-    whatever their length, so long ones are precise and drop out sooner: by a tenth, later a twentieth, and
-    `JITTER_S` over the number of the round. Two always stay, and so does the incumbent: it is what the winner is
-    held against. Without one, the first declared wins ties, so where runs are short it stays for five rounds,
-    unless it is twice as slow: a bad start would make every repeat of a tune among equals another tune. Where the
-    one that others lost to fails, they are back.
+    what needs both for as long as it takes to look at it once. To that come the milliseconds that the system takes
+    from a run now and then whatever its length (`JITTER_S`, over the number of the round), so that long ones are
+    precise and drop out sooner: by a tenth, later a twentieth. Two always stay, and so does the incumbent: it is what
+    the winner is held against. Without one, the first declared wins ties, so where runs are short it stays for five
+    rounds, unless it is twice as slow: a bad start would make every repeat of a tune among equals another tune. Where
+    the one that others lost to fails, they are back.
 
     It is over when all that are left have `iters` samples at the least, and more would hardly change who wins; where
     two are close, not before a tenth of a second, which is longer than most of what disturbs a machine. After
     `most_rounds` at the latest, or when the rounds have cost what is at stake: as much as the first pass up to a
-    second, a quarter of it beyond that, and `least_s` in any case. So short kernels, which are noisy and cheap, are
-    sampled often, and long ones, which are neither, seldom.
+    second, a quarter of it beyond that, and `least_s` in any case; and twice that where the favourite is still in it,
+    which would win for want of samples. So short kernels, which are noisy and cheap, are sampled often, and long
+    ones, which are neither, seldom.
     """
 
     iters: int = 3
-    most_rounds: int = 60
+    most_rounds: int = 300
     seed: int = 0
     least_s: float = 0.6
 
@@ -111,6 +112,7 @@ class Race:
                 yield Sample(index) if best is None else Drop(index, 0, best)
         first_s, begun_s = board.cost_s - begun_s, board.cost_s
         effort_s = max(self.least_s, min(first_s, 1.0), first_s / 4)
+        look = 1
         for number in range(1, max(self.iters, self.most_rounds) + 1):
             order = board.alive if number > 1 else []
             shuffle(order)
@@ -119,13 +121,22 @@ class Race:
                     yield Sample(index)
             if not board.measured:
                 return
+            if number < look:
+                continue
+            look = number + max(1, number // 10)  # what one of many rounds adds is not worth looking at
             best = board.leader()
             for index in self._losers(board, number, best):
                 yield Drop(index, number, best)
-            least = min(len(board.samples.get(index, ())) for index in board.alive)
-            taken_s = board.cost_s - begun_s
-            if least >= self.iters and (taken_s >= effort_s or (board.is_settled and taken_s >= _look_s(board))):
+            if self._is_over(board, board.cost_s - begun_s, effort_s):
                 return
+
+    def _is_over(self, board: Board, taken_s: float, effort_s: float) -> bool:
+        if min(len(board.samples.get(index, ())) for index in board.alive) < self.iters:
+            return False
+        if board.is_settled:
+            return taken_s >= _look_s(board)
+        favoured = board.favourite in board.alive and board.favourite not in board.losers()
+        return taken_s >= (2 * effort_s if favoured else effort_s)
 
     def _out_at_once(self, board: Board, index: int) -> int | None:
         """Return the one whose warm-up shows that a long candidate is too slow, if there is one."""
@@ -138,17 +149,16 @@ class Race:
 
     def _losers(self, board: Board, number: int, leader: int) -> Sequence[int]:
         best = board.level(leader)
-        allowed_s = best * _ALLOWED.get(number, inf)
-        if best >= LONG_S:
-            allowed_s = min(allowed_s, best * (1.1 if number == 1 else 1.05) + JITTER_S / number)
+        allowed = _ALLOWED.get(number, inf) if best < LONG_S else 1.1 if number == 1 else 1.05
+        allowed_s = best * allowed + JITTER_S / number
         slow = board.losers() if number > 1 else []
         standing = sorted((i for i in board.alive if board.samples.get(i)), key=board.level)
         losers = [i for i in standing[2:] if (i in slow and board.witness(i) > best) or board.witness(i) > allowed_s]
         return [i for i in losers if not self._stays(board, number, i, best)]
 
     def _stays(self, board: Board, number: int, index: int, best: float) -> bool:
-        early = number < 5 and best < LONG_S
-        return index == board.incumbent or (index == board.favourite and early and board.witness(index) < 2 * best)
+        early = number < 5 and best < LONG_S and board.witness(index) < 2 * best + JITTER_S
+        return index == board.incumbent or (index == board.favourite and early)
 
 
 def _look_s(board: Board) -> float:

@@ -186,13 +186,21 @@ def test_what_slows_a_whole_round_slows_nobody(seed):
     assert max(map(board.doubt, board.finalists)) < 0.015
 
 
-@pytest.mark.parametrize(("sample_s", "most"), [(1e-4, 61), (20e-3, 20), (0.5, 6)])
-def test_finalists_cost_no_more_than_is_at_stake(sample_s, most):
-    """Wild near-equals: short ones are sampled to the last round, long ones only as often as they are worth."""
-    board = play(Race(), noisy([sample_s] * 4, 0.5, 3), 4)
+@pytest.mark.parametrize("favoured", [True, False])
+@pytest.mark.parametrize(("sample_s", "most"), [(1e-4, 300), (20e-3, 20), (0.5, 6)])
+def test_finalists_cost_no_more_than_is_at_stake(sample_s, most, favoured):
+    """Wild near-equals: short ones are sampled often, long ones only as often as they are worth.
+
+    Where the favourite is one of them it is twice as often: a title is not kept for want of samples.
+    """
+    truth = [sample_s] * 4 if favoured else [9 * sample_s, *[sample_s] * 4]
+    board = play(Race(), noisy(truth, 0.5, 3), len(truth))
     assert 3 <= max(map(len, board.samples.values())) <= most
-    first_s = 8 * sample_s * 1.5
-    assert board.cost_s <= first_s + max(0.25, min(first_s, 1.0), first_s / 4) + 12 * sample_s * 2
+    first_s = 2 * sum(truth) * 1.5
+    effort_s = (1 + favoured) * max(0.6, min(first_s, 1.0), first_s / 4)
+    assert board.cost_s <= first_s + 1.1 * effort_s + 12 * sample_s * 2
+    if sample_s == 1e-4:
+        assert board.cost_s >= effort_s, "and no less"
 
 
 def test_running_that_dominates_costs_less_than_half_of_trying_all():
@@ -243,6 +251,15 @@ def test_near_equals_have_the_same_winner_nineteen_times_of_twenty(truth, sigma,
     assert all(truth[winner] <= 1.03 * min(truth) for winner in winners)
 
 
+@pytest.mark.parametrize("incumbent", [None, 1])
+@pytest.mark.parametrize("count", [2, 8, 24])
+def test_equals_have_the_same_winner_on_a_machine_that_others_use(count, incumbent):
+    """The leader is the luckiest of all, so the more there are the farther it has to be ahead of the favourite."""
+    truth, sigma = [1e-3] * count, 0.3
+    runs = [play(Race(seed=seed), noisy(truth, sigma, seed), count, incumbent=incumbent) for seed in range(40)]
+    assert Counter(board.winner() for board in runs)[incumbent or 0] >= 38
+
+
 @given(
     truth=st.lists(st.floats(0.5, 5.0), min_size=1, max_size=12),
     sigma=st.floats(0.0, 0.05),
@@ -253,7 +270,7 @@ def test_the_winner_is_never_far_from_the_best(truth, sigma, seed):
     """Whatever the timings, what wins is within the noise it was measured with of what is best."""
     board = play(Race(iters=5), noisy(truth, sigma, seed), len(truth))
     winner = board.winner()
-    assert truth[winner] <= min(truth) * (1 + max(LEAST_NOISE, board.noise(winner)) + 5 * sigma) * 1.001
+    assert truth[winner] <= min(truth) * (1 + board.noise(winner, board.leader()) + 5 * sigma) * 1.001
 
 
 def test_a_candidate_that_fails_is_out_of_every_plan():
@@ -314,7 +331,7 @@ def test_who_is_back_after_a_warm_up_alone_is_sampled_before_it_is_judged(seed):
 def test_who_lost_to_another_stays_out():
     """The failure of one that beat nobody changes nothing for those that others beat."""
     board = Board(list(range(5)), incumbent=3)
-    play_until(board, [1e-3, 1.01e-3, 5e-3, 2e-3, 5e-3], fails_at={1: 2})
+    play_until(board, [1e-3, 1.01e-3, 9e-3, 2e-3, 9e-3], fails_at={1: 2})
     assert board.dropped == {2: 1, 4: 1}
     assert len(board.samples[2]) == len(board.samples[4]) == 1
 
@@ -367,7 +384,7 @@ def test_what_was_dropped_does_not_come_back():
     board = Board([0, 1, 2], incumbent=0, warmup=0)
     board.samples = {0: [1.12], 1: [0.8, 1.0, 1.2, 1.4], 2: [3.0, 3.0, 3.0]}
     board.dropped = {0: 1}
-    assert board.noise(1) > LEAST_NOISE
+    assert board.noise(1, 0) > LEAST_NOISE
     assert board.winner() == 1
 
 
@@ -421,6 +438,18 @@ def test_what_was_disturbed_when_it_was_first_seen_is_seen_again(seed):
     def draw(index):
         seen[index] += 1
         return 2e-3 if index == 3 and seen[3] <= 2 else [1.2e-3, 1.3e-3, 1.4e-3, 1e-3][index]
+
+    assert play(Race(seed=seed), draw, 4).winner() == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_the_system_took_away_when_it_was_first_seen_is_seen_again(seed):
+    """Milliseconds go to somebody else now and then, a warm-up and a first sample with them, which are short."""
+    seen = Counter()
+
+    def draw(index):
+        seen[index] += 1
+        return 5e-3 if index == 3 and seen[3] <= 2 else [1.2e-3, 1.3e-3, 1.4e-3, 1e-3][index]
 
     assert play(Race(seed=seed), draw, 4).winner() == 3
 
