@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import queue
 import random
 import subprocess
 import sys
@@ -443,9 +444,9 @@ def _striking(method):
 @pytest.mark.parametrize(("owner", "moment"), [(_Step, "run"), (threads._Worker, "_rest"), (_Step, "tell")])
 def test_a_thread_that_is_killed_at_its_step_tells_all_the_same(real_backend, monkeypatch, owner, moment):
     """Whoever waits gets the result where there is one, and else an error; the thread is gone from the crew."""
-    crew, ended = _Crew(), []
+    crew, ended = _Crew(), queue.SimpleQueue()
     monkeypatch.setattr(threads, "_crew", crew)
-    monkeypatch.setattr(threading, "excepthook", ended.append)
+    monkeypatch.setattr(threading, "excepthook", ended.put)
     monkeypatch.setattr(owner, moment, _striking(getattr(owner, moment)))
 
     async def main():
@@ -458,16 +459,18 @@ def test_a_thread_that_is_killed_at_its_step_tells_all_the_same(real_backend, mo
             assert await run_in_thread("two", lambda: 2) == 2
 
     anyio.run(main, backend=real_backend)
-    assert [hook.exc_type for hook in ended] == [KeyboardInterrupt]
-    ended[0].thread.join(PATIENCE_S)
-    assert all(worker._thread is not ended[0].thread for worker in (*crew.busy, *crew.idle))
+    killed = ended.get(timeout=PATIENCE_S)  # whoever waited was told before the thread came to its end
+    assert killed.exc_type is KeyboardInterrupt
+    killed.thread.join(PATIENCE_S)
+    assert ended.empty()
+    assert all(worker._thread is not killed.thread for worker in (*crew.busy, *crew.idle))
 
 
 def test_a_thread_that_was_left_behind_and_is_killed_is_over(real_backend, monkeypatch):
     """A device is not stuck for good because the thread that was left there was killed between its step and telling."""
-    ended = []
+    ended = queue.SimpleQueue()
     monkeypatch.setattr(threads, "_crew", _Crew())
-    monkeypatch.setattr(threading, "excepthook", ended.append)
+    monkeypatch.setattr(threading, "excepthook", ended.put)
     monkeypatch.setattr(threads._Worker, "_rest", _striking(threads._Worker._rest))
 
     async def main():
@@ -480,7 +483,7 @@ def test_a_thread_that_was_left_behind_and_is_killed_is_over(real_backend, monke
             assert not left_behind[0].alive
 
     anyio.run(main, backend=real_backend)
-    assert [hook.exc_type for hook in ended] == [KeyboardInterrupt]
+    assert ended.get(timeout=PATIENCE_S).exc_type is KeyboardInterrupt
 
 
 def test_a_thread_whose_loop_cannot_be_told_goes_on(real_backend, monkeypatch, caplog):
