@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 __all__ = [
@@ -188,12 +189,21 @@ def ranks_of(kernel: Any, inv: Any, candidates: Sequence[Any]) -> tuple[tuple[in
 
     It returns a priority, or a group and a priority. Groups are tried from the highest down until one
     has a success; what is negative is never tried.
+
+    Raises:
+        TypeError: it returned something else.
     """
     rank = getattr(kernel, "candidate_priority", None)
-    if rank is None:
-        return None
-    ranked = (rank(cfg, inv) for cfg in candidates)
-    return tuple(rank if isinstance(rank, tuple) else (0 if rank >= 0 else -1, rank) for rank in ranked)
+    return None if rank is None else tuple(_as_rank(rank(cfg, inv), cfg) for cfg in candidates)
+
+
+def _as_rank(given: Any, cfg: Any) -> tuple[int, int]:
+    rank = given if isinstance(given, tuple) else (given,)
+    if len(rank) not in (1, 2) or not all(isinstance(number, Real) for number in rank):
+        raise TypeError(f"it returned {given!r} for {cfg!r}, which is neither a number nor a group and a priority")
+    priority = rank[-1]
+    group = rank[0] if len(rank) == 2 else 0 if priority >= 0 else -1
+    return group, priority
 
 
 def example_inputs_of(kernel: Any, inv: Any) -> Callable[[], Any] | None:

@@ -141,7 +141,12 @@ class Resolved(Generic[Cfg]):
             listed, self.no_candidates, raised = ask("candidate_cfgs", what="candidates")
             self.kernel_raised |= raised
         self.candidates, self.incumbent = _with_incumbent(listed or [], self.heuristic)
-        self.groups = ranks_of(kernel, inv, self.candidates)
+        self.groups = None
+        try:
+            self.groups = ranks_of(kernel, inv, self.candidates)
+        except Exception as error:  # the candidates are as they were, so what was stored of them still answers
+            self.no_candidates = f"candidate_priority raised {type(error).__name__}: {error}"
+            self.kernel_raised = True
 
     def checksum(self, objective: Objective) -> str:
         found = self._checksums.get(objective)

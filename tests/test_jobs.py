@@ -72,6 +72,26 @@ async def test_a_priority_alone_orders_one_group():
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("wrong", [None, "high", (), (1, 2, 3), (1, "high"), ValueError("no table")])
+async def test_priorities_that_cannot_be_told_make_autotune_decline(wrong):
+    """Whatever a candidate_priority does is no error of the caller's; what is already known still answers."""
+
+    class Unsure(Toy):
+        def candidate_priority(self, cfg, inv):
+            if isinstance(wrong, Exception):
+                raise wrong
+            return wrong
+
+    bench = Bench()
+    async with bench.chain as chain:
+        selection = await chain.select(call(), Unsure())
+        assert selection.tier == "heuristics"
+        assert "candidate_priority raised" in selection.declined["autotune"]
+        assert await chain.choose(call(), Toy()) == BEST
+        assert (await chain.select(call(), Unsure())).tier == "memory"
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize(("added", "compiled"), [((4,), [1]), ((3, 4), [1, 3])])
 async def test_a_success_of_then_ends_it_as_one_of_today_does(added, compiled):
     """A group below one of which an earlier tune measured a candidate is not tried; new ones beside that are."""
@@ -157,7 +177,7 @@ def test_programs_of_one_text_are_one_program(real_backend):
         return x + (2.0 if cfg == "c" else 1.0)
 
     async def main():
-        async with Bench(tuner=Tuner()).chain as chain:
+        async with Bench(tuner=Tuner(1, 1, strategy="exhaustive")).chain as chain:
             return (await chain.select(Invocation("alias", (jnp.ones(8),), {}), add)).report
 
     report = anyio.run(main, backend=real_backend)
@@ -218,7 +238,7 @@ def total(x, *, cfg):
 
 def tune_total(backend, check):
     async def main():
-        async with Bench(tuner=Tuner(check=check)).chain as chain:
+        async with Bench(tuner=Tuner(1, 1, check=check, strategy="exhaustive")).chain as chain:
             return (await chain.select(Invocation("sum", (jnp.arange(8.0),), {}), total)).report
 
     return anyio.run(main, backend=backend)

@@ -245,9 +245,9 @@ def test_the_incumbent_keeps_the_title_within_the_noise(incumbent):
 def test_near_equals_have_the_same_winner_nineteen_times_of_twenty(truth, sigma, sample_s):
     """Without an incumbent ties go to the first declared, so a repeated tune gives the same answer."""
     truth = [sample_s * one for one in truth]
-    runs = [play(Race(seed=seed), noisy(truth, sigma, seed), len(truth)) for seed in range(100)]
+    runs = [play(Race(seed=seed), noisy(truth, sigma, seed), len(truth)) for seed in range(60)]
     winners = Counter(board.winner() for board in runs)
-    assert winners.most_common(1)[0][1] >= 95
+    assert winners.most_common(1)[0][1] >= 57
     assert all(truth[winner] <= 1.03 * min(truth) for winner in winners)
 
 
