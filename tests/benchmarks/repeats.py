@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import anyio
-from families import EQUALS, NEAR_EQUALS, Blocks, Family, record
+from families import EQUALS, NEAR_EQUALS, Blocks, Family, Oracle
 from rich.console import Console
 from tuning import MOST_REGRET, asel_tune
 
@@ -20,6 +20,8 @@ from asel import Tuner
 from asel.jobs import TuneJob
 
 REPEATS = 20
+# The oracle's samples of each candidate before every tune: what it knows is of the same minutes.
+WATCHED = 5
 SAME = 0.95
 
 
@@ -45,15 +47,16 @@ TUNERS: dict[str, Callable[[Family], Blocks]] = {
 
 def repeat(family: Family, repeats: int, same: float, console: Console) -> bool:
     """Print the winners of each tuner, and return whether asel's were the same often enough and never slow."""
-    oracle, kept = record(family, 30), True
-    times = ", ".join(f"{cfg.a}/{cfg.b}: +{oracle.regret(cfg):.1%}" for cfg in family.candidates)
-    console.print(f"{family.name}: the best {oracle.best_s * 1e3:.2f} ms; {times}", highlight=False)
+    oracle, found = Oracle(family), dict[str, Counter[Blocks]]()
     for name, tune in TUNERS.items():
         try:
-            winners = Counter(tune(family) for _ in range(repeats))
+            found[name] = Counter(_watched(oracle, tune) for _ in range(repeats))
         except ImportError:
             console.print(f"{name}: not installed")
-            continue
+    times = ", ".join(f"{cfg.a}/{cfg.b}: +{oracle.regret(cfg):.1%}" for cfg in family.candidates)
+    console.print(f"{family.name}: the best {oracle.best_s * 1e3:.2f} ms; {times}", highlight=False)
+    kept = True
+    for name, winners in found.items():
         (_, count), *_ = winners.most_common(1)
         worst = max(oracle.regret(cfg) for cfg in winners)
         ok = count >= same * repeats and (worst <= MOST_REGRET or same == SAME)
@@ -62,6 +65,11 @@ def repeat(family: Family, repeats: int, same: float, console: Console) -> bool:
         shown = ", ".join(f"{cfg.a}/{cfg.b} x{times}" for cfg, times in winners.most_common())
         console.print(f"{name}: {count} of {repeats} alike ({shown}), regret <= {worst:.1%} {verdict}", highlight=False)
     return kept
+
+
+def _watched(oracle: Oracle, tune: Callable[[Family], Blocks]) -> Blocks:
+    oracle.watch(WATCHED)
+    return tune(oracle.family)
 
 
 def main() -> int:
