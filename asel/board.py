@@ -64,7 +64,7 @@ class Board:
     """What sampling has taken."""
     _lost_to: dict[int, int | None] = field(default_factory=dict)
     _paired: dict[int, list[float]] | None = None
-    _compared: int = 0
+    _compared: int = 0  # how many of these are freed of what slowed their rounds
     _scatter: float | None = None
     _levels: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -166,9 +166,9 @@ class Board:
             samples = taken[index]
             count = len(samples)
             scatter = (PRIOR * self._scatter + _deviations(samples)) / (PRIOR + count - 1)
-            # What is taken off a round is made of its samples: they scatter around it less than around the truth.
-            hidden = 1 - 1 / self._compared if self._compared > 1 else 1.0
-            self._levels[index] = level(samples), NORMAL * scatter / sqrt(count * hidden) * (1 + FEW / count)
+            # What slowed a round is told by its samples, so they scatter around that less than around the truth.
+            shown = 1 - 1 / self._compared if self._compared else 1.0
+            self._levels[index] = level(samples), NORMAL * scatter / sqrt(count * shown) * (1 + FEW / count)
         return self._levels[index]
 
     def _taken(self) -> dict[int, list[float]]:
@@ -213,11 +213,11 @@ class Board:
         return min(self.finalists, key=self.level)
 
     def winner(self) -> int:
-        """Return the favourite where it is within the noise of the leader, else the first declared of its equals.
+        """Return the favourite where no finalist beats it by more than the noise, else the first declared of equals.
 
-        Equals are within the noise too, but never by more than `MOST_TIE`: of many, one that is somewhat slower
-        always looks like one. What was dropped was clearly slower, and cannot come back on the strength of
-        few samples. And nobody wins whom any other finalist clearly beats, however wild the leader's samples are.
+        Of those beaten by nobody by more than a tie, that is: never more than `MOST_TIE`, since of many, one that is
+        somewhat slower always looks like an equal. What was dropped was clearly slower, and cannot come back on the
+        strength of few samples.
         """
         leader = self.leader()
         return next(i for i in self._by_preference() if i == leader or self._is_as_good(i))
