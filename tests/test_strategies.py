@@ -430,26 +430,15 @@ def test_a_steady_candidate_is_doubted_less_than_a_wild_one():
     assert board.doubt(1) < board.doubt(0) / 2
 
 
+@pytest.mark.parametrize("first_s", [2e-3, 5e-3], ids=["a neighbour has a core", "the system took milliseconds"])
 @pytest.mark.parametrize("seed", range(5))
-def test_what_was_disturbed_when_it_was_first_seen_is_seen_again(seed):
-    """What needs two cores takes twice as long while a neighbour has one, its warm-up and its first sample alike."""
+def test_what_was_disturbed_when_it_was_first_seen_is_seen_again(seed, first_s):
+    """A warm-up and a first sample follow each other, so that what disturbs the one disturbs the other."""
     seen = Counter()
 
     def draw(index):
         seen[index] += 1
-        return 2e-3 if index == 3 and seen[3] <= 2 else [1.2e-3, 1.3e-3, 1.4e-3, 1e-3][index]
-
-    assert play(Race(seed=seed), draw, 4).winner() == 3
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_the_system_took_away_when_it_was_first_seen_is_seen_again(seed):
-    """Milliseconds go to somebody else now and then, a warm-up and a first sample with them, which are short."""
-    seen = Counter()
-
-    def draw(index):
-        seen[index] += 1
-        return 5e-3 if index == 3 and seen[3] <= 2 else [1.2e-3, 1.3e-3, 1.4e-3, 1e-3][index]
+        return first_s if index == 3 and seen[3] <= 2 else [1.2e-3, 1.3e-3, 1.4e-3, 1e-3][index]
 
     assert play(Race(seed=seed), draw, 4).winner() == 3
 
