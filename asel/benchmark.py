@@ -193,7 +193,7 @@ def _released(*values: Any) -> Any:
 class Pace:
     """How the runs of a tune's candidates are sampled: all alike, or the best of three would beat the best of two.
 
-    It is that of the fastest. Slow ones are run more often than they need to be, and not for long.
+    It is that of the fastest, for all that may be its rivals: what is far slower makes twice the runs that it needs.
     """
 
     runs: int = 1
@@ -220,6 +220,7 @@ class Timing:
         self.program = program
         self._timer = timer
         self._least_sample_s = least_sample_s
+        self._runs = 1  # in a batch, as far as this program alone needs them
         self._taken = 0
 
     def sample(self) -> float:
@@ -230,7 +231,10 @@ class Timing:
         if self._taken == 1 and (cold_s := self._run(1)) >= self._least_s():
             return cold_s
         pace = self.program.pace
-        runs, batch_s = self._batch(pace.runs if self._taken > 2 else 1)
+        asked = min(pace.runs, 2 * self._runs) if self._taken > 2 else 1
+        runs, batch_s = self._batch(asked)
+        if runs > asked:
+            self._runs = runs
         if self._taken > 2:
             batch_s = min([batch_s, *(self._run(runs) for _ in range(pace.batches - 1))])
         pace.runs, pace.batch_s = max(pace.runs, runs), min(pace.batch_s, batch_s)

@@ -1213,14 +1213,23 @@ def test_the_candidates_of_a_tune_are_sampled_alike():
 
 
 def test_the_candidates_of_a_tune_are_repeated_alike():
-    """A mean of ten runs scatters less than one of two, so all make as many as the fastest needs to be timed at all."""
+    """A mean of ten runs scatters less than one of five, so rivals make as many as the fastest needs to be timed."""
     shared = {}
-    fast, slow = timed_by_script(lambda: 2e-5, shared), timed_by_script(lambda: 3e-4, shared)
-    for timing, _ in (slow, slow, fast, fast, slow, fast):
+    fast, rival, slow = (timed_by_script(lambda run_s=run_s: run_s, shared) for run_s in (2e-5, 3e-5, 4e-3))
+    for timing, _ in (slow, slow, rival, rival, fast, fast, rival, fast, slow):
         timing.sample()
-    assert slow[1][:2] == [1, 1], "which nobody knows at first"
-    assert set(slow[1][2:]) == set(fast[1][-3:])
+    assert set(rival[1][-3:]) == set(fast[1][-3:])
     assert fast[1][-1] >= 10
+    assert slow[1] == [1, 1, 2, 2, 2], "what is no rival is not run for seconds"
+
+
+def test_a_batch_that_was_late_once_is_no_measure_of_the_next():
+    """How many runs a candidate needs is found out again where the first answer was that of a disturbed moment."""
+    runs = iter([1e-6, 5e-3, *[1e-6] * 5000])
+    timing, batches = timed_by_script(lambda: next(runs))
+    for _ in range(3):
+        timing.sample()
+    assert batches[-1] * 1e-6 >= LEAST_SAMPLE_S
 
 
 def test_short_kernels_are_told_apart(real_backend):
