@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from asel.canonical import aval_form
 from asel.devices import real_mesh, settings_held
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.signatures import is_numeric
-from asel.threads import run_in_thread
+from asel.threads import Busy, quick_turns, run_in_thread
 
 __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete", "weak_zeros"]
 
@@ -56,16 +56,36 @@ class JaxMeasure:
 
     async def lower(self, trial: Trial[Any]) -> Lowered:
         step = _in_thread(trial)
-        program = await step(f"lowering {trial.cfg!r}", partial(Program, trial))
+        with quick_turns():
+            program = await step(f"lowering {trial.cfg!r}", partial(Program, trial))
 
         async def compile() -> Sampler:
-            await step(f"compiling {trial.cfg!r}", program.compile)
-            return _InThread(trial, Timing(program, self._timer, self._least_sample_s))
+            with quick_turns():
+                await step(f"compiling {trial.cfg!r}", program.compile)
+            return _InThread(self, trial, Timing(program, self._timer, self._least_sample_s))
 
         return Lowered(program.fingerprint, compile, program.release, runs=program.how == "eager")
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
         return await (await self.lower(trial)).compile()
+
+    async def series(
+        self, samplers: Sequence[_InThread], taken: list[tuple[float, float]], left_behind: list[Busy]
+    ) -> None:
+        """Sample some of its samplers, as a `Bench` does."""
+
+        def work() -> None:
+            for sampler in samplers:
+                if left_behind:
+                    return
+                start = time.perf_counter()
+                seconds = sampler.timing.sample()
+                taken.append((seconds, time.perf_counter() - start))
+
+        def what() -> str:
+            return samplers[min(len(taken), len(samplers) - 1)].what
+
+        await run_in_thread(what, work, grace_s=samplers[0].trial.grace_s, left_behind=left_behind)
 
 
 def _in_thread(trial: Trial[Any]) -> Callable[..., Any]:
@@ -271,22 +291,24 @@ def dispatch_overhead_s() -> float:
 class _InThread:
     """A compiled candidate, sampled in threads of this process."""
 
-    def __init__(self, trial: Trial[Any], timing: Timing) -> None:
+    def __init__(self, bench: JaxMeasure, trial: Trial[Any], timing: Timing) -> None:
         self.how: How = timing.program.how
+        self.bench = bench
+        self.trial = trial
+        self.timing = timing
+        self.what = f"measuring {trial.cfg!r}"
         self._step = _in_thread(trial)
-        self._what = f"measuring {trial.cfg!r}"
-        self._timing = timing
 
     async def __call__(self) -> float:
-        seconds: float = await self._step(self._what, self._timing.sample)
+        seconds: float = await self._step(self.what, self.timing.sample)
         return seconds
 
     async def outputs(self) -> list[Any]:
-        outputs: list[Any] = await self._step(f"checking, {self._what}", self._timing.program.outputs)
+        outputs: list[Any] = await self._step(f"checking, {self.what}", self.timing.program.outputs)
         return outputs
 
     def release(self) -> None:
-        self._timing.program.release()
+        self.timing.program.release()
 
 
 def _on_host(leaf: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Generic
 
 import anyio
@@ -17,7 +18,7 @@ from asel.errors import InvalidRequestError
 from asel.events import CandidateFailed, CandidateSkipped, Event, Interval
 from asel.kernel import Cfg
 from asel.keys import CacheKey, Objective
-from asel.measure import How, Lowered, Sampler, Trial
+from asel.measure import Bench, How, Lowered, Sampler, Trial
 from asel.meter import Meter
 from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport, text_of
 from asel.threads import Busy
@@ -217,6 +218,20 @@ class Runner:
     started: float
     compile_s: float
     measure_s: float = 0.0
+    sampled: int = 0
+
+    def note_sample(self, taken_s: float) -> None:
+        self.measure_s += taken_s
+        self.sampled += 1
+
+    @property
+    def expected_s(self) -> float:
+        """What a sample takes, by those that were taken."""
+        return self.measure_s / self.sampled if self.sampled else inf
+
+    @property
+    def bench(self) -> Bench | None:
+        return getattr(self.sampler, "bench", None)
 
     @property
     def how(self) -> How:

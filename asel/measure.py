@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol
 
@@ -11,7 +11,7 @@ from asel.kernel import Cfg
 from asel.keys import Objective
 from asel.threads import Busy
 
-__all__ = ["How", "Lowered", "Measure", "Sampler", "Trial", "lower"]
+__all__ = ["Bench", "How", "Lowered", "Measure", "Sampler", "Trial", "lower"]
 
 How = Literal["forward+backward", "forward", "eager"]
 """What a sample really is: what cannot be differentiated is timed forward, and what cannot be traced, as it is."""
@@ -23,11 +23,25 @@ class Sampler(Protocol):
     May also have `how`, where that is not the trial's objective; `turn(charge)`, an async context manager
     around each step, in which to wait for what others hold: that wait is not timed, and what is done in it
     for this tune alone is paid within `charge()`; `ready()`, the steps to be awaited one by one before each
-    sample; `outputs()`, what a run returns, on the host; and `release()`, called in a thread once the tune
-    is over.
+    sample; `bench`, the `Bench` that it is sampled on; `outputs()`, what a run returns, on the host; and
+    `release()`, called in a thread once the tune is over.
     """
 
     def __call__(self) -> Awaitable[float]: ...
+
+
+class Bench(Protocol):
+    """Where some samplers are sampled one after the other, without the event loop in between.
+
+    On a busy machine, waking a thread and then the loop takes as long as a short sample.
+    """
+
+    async def series(self, samplers: Sequence[Any], taken: list[tuple[float, float]], left_behind: list[Busy]) -> None:
+        """Take a sample of each, and append the seconds one run took and those that the sample did, as it is taken.
+
+        What this raises is the outcome of the sampler that it has come to. A thread that had to be left behind
+        is said to be in `left_behind`, and takes no further samples.
+        """
 
 
 class Trial(Generic[Cfg]):

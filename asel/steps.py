@@ -12,6 +12,7 @@ from asel.jobs import TuneJob
 from asel.lanes import alone_on
 from asel.measure import Trial
 from asel.outcomes import Stage
+from asel.threads import Busy
 
 __all__ = ["STUCK", "at_work", "lanes", "outcome_of_failing", "step", "timed", "turn"]
 
@@ -54,16 +55,16 @@ def turn(one: Any, job: TuneJob[Any]) -> AbstractAsyncContextManager[Any]:
     return nullcontext(one) if wait is None else wait(job.meter.running)
 
 
-def lanes(job: TuneJob[Any], trial: Trial[Any]) -> AbstractAsyncContextManager[None]:
-    """Hold the devices that the candidates run on."""
-    return alone_on(job.devices, trial.left_behind, job.candidate_timeout_s)
+def lanes(job: TuneJob[Any], left_behind: list[Busy]) -> AbstractAsyncContextManager[None]:
+    """Hold the devices that the candidates run on, until the threads in `left_behind` have come back as well."""
+    return alone_on(job.devices, left_behind, job.candidate_timeout_s)
 
 
 @asynccontextmanager
 async def at_work(job: TuneJob[Any], index: int) -> AsyncIterator[None]:
     """Hold the device, and whatever else the candidate runs on, for one step."""
     runner = job.runners[index]
-    async with lanes(job, runner.trial), turn(runner.sampler, job):
+    async with lanes(job, runner.trial.left_behind), turn(runner.sampler, job):
         if (ready := getattr(runner.sampler, "ready", None)) is not None:
             for again in ready():  # compiled again, where another candidate took its worker along
                 with timed(job):

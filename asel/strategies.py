@@ -19,9 +19,14 @@ __all__ = ["Drop", "Exhaustive", "Race", "Sample", "Step", "Strategy"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Take one sample of a candidate."""
+    """Take one sample of a candidate.
+
+    `then` are those that are next, whatever this one finds: where they are quick they are taken in one go, and wait
+    for the plan to come to them.
+    """
 
     index: int
+    then: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +121,9 @@ class Race:
         for number in range(1, max(self.iters, self.most_rounds) + 1):
             order = board.alive if number > 1 else []
             shuffle(order)
-            for index in order:
+            for place, index in enumerate(order, 1):
                 if index in board.candidates:
-                    yield Sample(index)
+                    yield Sample(index, then=tuple(order[place:]))
             if not board.measured:
                 return
             if number < look:

@@ -7,7 +7,6 @@ their device, as the strategy plans it. One that fails or takes too long is an o
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, Self
@@ -19,7 +18,6 @@ from asel.checks import OutputCheck, as_check
 from asel.devices import current_settings, default_device, with_settings
 from asel.encoding import whereabouts
 from asel.errors import InvalidRequestError, TuningError
-from asel.events import CandidateEliminated
 from asel.jobs import TuneJob, by_way, groups_of
 from asel.kernel import Cfg, Invocation
 from asel.lanes import LaneStuck
@@ -28,8 +26,9 @@ from asel.outcomes import Failed, TuneReport
 from asel.processes import ProcessMeasure
 from asel.readying import check_all, compile_all, prove_all
 from asel.reporting import report_on, sentence
-from asel.steps import STUCK, at_work, step, timed
-from asel.strategies import Drop, Exhaustive, Race, Sample, Step, Strategy
+from asel.sampling import follow
+from asel.steps import STUCK, timed
+from asel.strategies import Exhaustive, Race, Sample, Step, Strategy
 from asel.threads import leave_to_thread, run_in_thread
 
 __all__ = ["Tuner"]
@@ -186,10 +185,10 @@ class Tuner(Generic[Cfg]):
         try:
             for way in by_way(job, [*earlier, *ready]):
                 if measured:
-                    await self._follow(job, board, _glance(job, board, way))
+                    await follow(job, board, _glance(job, board, way))
                 else:
                     board.enter(way)
-                    await self._follow(job, board, self._strategy.plan(board))
+                    await follow(job, board, self._strategy.plan(board))
                     board.make_do()  # a warm-up in this way tells more than a sample in the next
                     measured = bool(board.measured)
         except LaneStuck:
@@ -200,37 +199,6 @@ class Tuner(Generic[Cfg]):
             board.remove(index)
             job.skip(index, untried)
             job.let_out(index)
-
-    async def _follow(self, job: TuneJob[Cfg], board: Board, plan: Iterator[Step]) -> None:
-        first = None
-        for planned in plan:
-            index = planned.index
-            if first is None or first not in job.runners:  # the one before has failed
-                first = index
-            if isinstance(planned, Drop):
-                board.drop(index, planned.round, planned.best)
-                job.tell(CandidateEliminated, index, job.runners[index].started, round=planned.round)
-            elif job.is_broke and (board.measured or board.warmups.get(first) or index != first):
-                break  # the best so far wins; until there is one, the first that runs has one run
-            else:
-                await self._sample(job, board, index)
-
-    async def _sample(self, job: TuneJob[Cfg], board: Board, index: int) -> None:
-        runner = job.runners[index]
-        try:
-            async with at_work(job, index):
-                with step(job, index, "measure") as taken_s:
-                    seconds = _checked(await runner.sampler())
-                runner.measure_s += taken_s()
-                board.record(index, seconds, taken_s())
-        except LaneStuck:
-            raise
-        except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
-            board.remove(index)
-            job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
-            job.let_out(index)
-        finally:
-            job.note_left_behind(runner.trial.left_behind)
 
     def _get_measure(self) -> Measure:
         if self._measure is None:
@@ -290,9 +258,3 @@ def _glance(job: TuneJob[Any], board: Board, indices: Sequence[int]) -> Iterator
     for index in indices:
         while index in job.runners and not board.samples.get(index):
             yield Sample(index)
-
-
-def _checked(seconds: float) -> float:
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"the measure returned {seconds!r}, which is not a duration")
-    return float(seconds)

@@ -65,6 +65,7 @@ ARROW = [
     "_worker",
     "steps",
     "readying",
+    "sampling",
     "tuner",
     "adapters",
     "health",

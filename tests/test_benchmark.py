@@ -1161,7 +1161,7 @@ def test_a_sample_is_far_above_what_the_machine_adds(monkeypatch, tick_s, dispat
     monkeypatch.setattr(time, "get_clock_info", lambda name: coarse if name == "perf_counter" else clock_info(name))
     monkeypatch.setattr("asel.benchmark.dispatch_overhead_s", lambda: dispatch_s)
     sampler = anyio.run(JaxMeasure().compile, Trial("short", spin(1), (jnp.ones(64),), {}), backend=ONE_BACKEND)
-    timing, batches = sampler._timing, []
+    timing, batches = sampler.timing, []
     timing.program.run = lambda times, timer: batches.append(times) or times * 1e-4
     assert timing.sample() == timing.sample() == pytest.approx(1e-4)
     assert least_s <= batches[-1] * 1e-4 <= 2 * least_s

@@ -1,0 +1,137 @@
+"""Takes the samples that a strategy plans, and notes what becomes of them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from asel.board import Board
+from asel.events import CandidateEliminated, Interval
+from asel.jobs import TuneJob
+from asel.lanes import LaneStuck
+from asel.steps import at_work, lanes, step, timed, turn
+from asel.strategies import Drop, Step
+from asel.threads import Busy
+
+__all__ = ["follow"]
+
+# Samples are taken in one go if they take no longer than this: so long does the next tune wait for the device.
+_SERIES_S = 20e-3
+# Nor a greater part than this of what one of them may take, since that is what all of them may then.
+_SERIES_PART = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A sample: what one run took and what it took in all, or why it failed."""
+
+    index: int
+    seconds: float = 0.0
+    taken_s: float = 0.0
+    during: Interval | None = None
+    error: BaseException | None = None
+
+
+async def follow(job: TuneJob[Any], board: Board, plan: Iterator[Step]) -> None:
+    """Do what is planned, until the plan or the budget ends.
+
+    Raises:
+        LaneStuck: a candidate that was left behind keeps the device.
+    """
+    first, ahead = None, deque[_Taken]()
+    for planned in plan:
+        index = planned.index
+        if first is None or first not in job.runners:  # the one before has failed
+            first = index
+        if isinstance(planned, Drop):
+            board.drop(index, planned.round, planned.best)
+            job.tell(CandidateEliminated, index, job.runners[index].started, round=planned.round)
+            continue
+        if job.is_broke and (board.measured or board.warmups.get(first) or index != first):
+            break  # the best so far wins; until there is one, the first that runs has one run
+        if not ahead or ahead[0].index != index:
+            ahead = deque(await _take(job, [index, *planned.then]))
+        _note(job, board, ahead.popleft())
+
+
+async def _take(job: TuneJob[Any], wanted: Sequence[int]) -> Sequence[_Taken]:
+    """Take a sample of the first, and in one go of as many after it as can be."""
+    series = _series(job, wanted)
+    taken = await _take_all(job, series) if len(series) > 1 else ()
+    return taken or [await _take_one(job, wanted[0])]
+
+
+def _series(job: TuneJob[Any], wanted: Sequence[int]) -> list[int]:
+    """Return how far samples can be taken in one go: of those that were sampled before, and are quick."""
+    bench = job.runners[wanted[0]].bench
+    left_s = min(_SERIES_S, _SERIES_PART * job.candidate_timeout_s)
+    series = list[int]()
+    for index in wanted:
+        runner = job.runners.get(index)
+        if bench is None or runner is None or runner.bench is not bench or runner.expected_s > left_s:
+            break
+        left_s -= runner.expected_s
+        series.append(index)
+    return series
+
+
+async def _take_one(job: TuneJob[Any], index: int) -> _Taken:
+    runner = job.runners[index]
+    try:
+        async with at_work(job, index):
+            with step(job, index, "measure") as taken_s:
+                seconds = await runner.sampler()
+            return _Taken(index, seconds, taken_s())
+    except LaneStuck:
+        raise
+    except (Exception, SystemExit) as error:  # one failing candidate is data, never the end of a tune
+        return _Taken(index, error=error)
+    finally:
+        job.note_left_behind(runner.trial.left_behind)
+
+
+async def _take_all(job: TuneJob[Any], series: Sequence[int]) -> Sequence[_Taken]:
+    """Take a sample of each, up to the first that fails; none where their bench is lost."""
+    runners = [job.runners[index] for index in series]
+    bench, taken, left_behind = runners[0].bench, list[tuple[float, float]](), list[Busy]()
+    assert bench is not None
+    failed: list[_Taken] = []
+    start = anyio.current_time()
+    try:
+        async with lanes(job, left_behind), turn(runners[0].sampler, job):
+            if runners[0].bench is not bench:
+                return ()
+            start = anyio.current_time()
+            with timed(job):
+                await bench.series([runner.sampler for runner in runners], taken, left_behind)
+    except LaneStuck:
+        raise
+    except (Exception, SystemExit) as error:
+        come = len(taken)
+        runners[come].trial.left_behind += left_behind
+        failed = [_Taken(series[come], error=error)]
+    finally:
+        job.note_left_behind(left_behind)
+    during = start, anyio.current_time()
+    done = zip(series, taken, strict=False)
+    return [*(_Taken(index, seconds, taken_s, during) for index, (seconds, taken_s) in done), *failed]
+
+
+def _note(job: TuneJob[Any], board: Board, taken: _Taken) -> None:
+    index, runner, error = taken.index, job.runners[taken.index], taken.error
+    if error is None and not 0 <= taken.seconds < math.inf:
+        error = ValueError(f"the measure returned {taken.seconds!r}, which is not a duration")
+    if error is not None:
+        board.remove(index)
+        job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
+        job.let_out(index)
+        return
+    runner.note_sample(taken.taken_s)
+    board.record(index, float(taken.seconds), taken.taken_s)
+    if taken.during is not None:
+        job.note_step(index, "measure", *taken.during)
