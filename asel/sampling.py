@@ -14,13 +14,13 @@ from asel.board import Board
 from asel.events import CandidateEliminated, Interval
 from asel.jobs import TuneJob
 from asel.lanes import LaneStuck
-from asel.steps import at_work, lanes, step, timed, turn
+from asel.steps import at_work, lanes, step, timed
 from asel.strategies import Drop, Step
 from asel.threads import Busy
 
 __all__ = ["follow"]
 
-# Samples are taken in one go if they take no longer than this: so long does the next tune wait for the device.
+# Samples are taken in one go if they take no longer than this: so often is a budget looked at.
 _SERIES_S = 20e-3
 # Nor a greater part than this of what one of them may take, since that is what all of them may then.
 _SERIES_PART = 0.1
@@ -62,8 +62,7 @@ async def follow(job: TuneJob[Any], board: Board, plan: Iterator[Step]) -> None:
 async def _take(job: TuneJob[Any], wanted: Sequence[int]) -> Sequence[_Taken]:
     """Take a sample of the first, and in one go of as many after it as can be."""
     series = _series(job, wanted)
-    taken = await _take_all(job, series) if len(series) > 1 else ()
-    return taken or [await _take_one(job, wanted[0])]
+    return await _take_all(job, series) if len(series) > 1 else [await _take_one(job, wanted[0])]
 
 
 def _series(job: TuneJob[Any], wanted: Sequence[int]) -> list[int]:
@@ -96,30 +95,28 @@ async def _take_one(job: TuneJob[Any], index: int) -> _Taken:
 
 
 async def _take_all(job: TuneJob[Any], series: Sequence[int]) -> Sequence[_Taken]:
-    """Take a sample of each, up to the first that fails; none where their bench is lost."""
+    """Take a sample of each, up to the first that fails."""
     runners = [job.runners[index] for index in series]
     bench, taken, left_behind = runners[0].bench, list[tuple[float, float]](), list[Busy]()
     assert bench is not None
     failed: list[_Taken] = []
     start = anyio.current_time()
     try:
-        async with lanes(job, left_behind), turn(runners[0].sampler, job):
-            if runners[0].bench is not bench:
-                return ()
+        async with lanes(job, left_behind):
             start = anyio.current_time()
             with timed(job):
                 await bench.series([runner.sampler for runner in runners], taken, left_behind)
     except LaneStuck:
         raise
     except (Exception, SystemExit) as error:
-        come = len(taken)
+        come = min(len(taken), len(series) - 1)
+        del taken[come:]
         runners[come].trial.left_behind += left_behind
         failed = [_Taken(series[come], error=error)]
     finally:
         job.note_left_behind(left_behind)
     during = start, anyio.current_time()
-    done = zip(series, taken, strict=False)
-    return [*(_Taken(index, seconds, taken_s, during) for index, (seconds, taken_s) in done), *failed]
+    return [*(_Taken(i, *sample, during) for i, sample in zip(series, taken, strict=False)), *failed]
 
 
 def _note(job: TuneJob[Any], board: Board, taken: _Taken) -> None:

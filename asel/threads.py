@@ -204,7 +204,8 @@ class _QuickTurns:
             self._wanted += 1
             if self._wanted == 1:
                 self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, _TURN_S))
+                if self._before_s > _TURN_S:
+                    sys.setswitchinterval(_TURN_S)
         try:
             yield
         finally:
@@ -215,7 +216,7 @@ class _QuickTurns:
 
     def _put_back(self) -> None:
         if isclose(sys.getswitchinterval(), _TURN_S):
-            sys.setswitchinterval(self._before_s)
+            sys.setswitchinterval(self._before_s + 5e-7)  # it is cut to whole microseconds
 
     def forget(self) -> None:
         """Have nobody who wants it, as in the child of a fork."""

@@ -1,18 +1,24 @@
 """How late the event loop runs while 24 candidates tune on it: `python tests/benchmarks/lag.py`.
 
 A heartbeat sleeps 5 ms at a time, and what it oversleeps is the lag. Beside it is the longest pause of the
-interpreter's own garbage collector, which nobody's threads can do without. Exits with 1 if a budget is exceeded.
+interpreter's own garbage collector, which nobody's threads can do without. The floor is the same heartbeat while
+another program compiles the same candidates: nothing of that is on the loop, so it is late because the machine is
+busy, with that and with what its neighbours do. A p99 over its budget is the machine's where the floor's is over it
+too, and asel's is no higher than a quarter above it. All take turns; shown is the median of their p99 and p50, and
+the worst of their maxima. Exits with 1 if a budget is exceeded.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import quantiles
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Literal
 
@@ -21,11 +27,15 @@ from families import FAMILIES, Blocks
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from tuning import compile_alone
 
 from asel import Tuner
 
 BEAT_S = 0.005
 P99_S, MOST_S = 0.010, 0.100
+# So much more than the floor's is the floor's: that is measured in other moments.
+TOLERANCE = 0.25
+TURNS = 5
 BACKENDS = ("asyncio", "trio")
 FAMILY = next(family for family in FAMILIES if family.name == "recurrence")
 ARGS = FAMILY.args  # made here: on the loop it would be this benchmark's own lag
@@ -79,45 +89,114 @@ def longest_collection() -> Iterator[Callable[[], float]]:
         gc.callbacks.remove(note)
 
 
+@contextmanager
+def compiling_elsewhere() -> Iterator[Callable[[], Awaitable[None]]]:
+    """Give what has another program, which is up, compile all candidates once, and waits for it."""
+    command = [sys.executable, __file__, "--compile"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+
+        async def compile_all() -> None:
+            other.stdin.close()
+            await anyio.to_thread.run_sync(other.wait)
+
+        yield compile_all
+
+
+def compile_when_told() -> None:
+    compile_alone(FAMILY)  # what JAX does only once is nobody's lag
+    gc.collect()
+    print("ready", flush=True)
+    sys.stdin.read()
+    compile_alone(FAMILY)
+
+
+@contextmanager
+def given(tune: Callable[[], Awaitable[None]]) -> Iterator[Callable[[], Awaitable[None]]]:
+    yield tune
+
+
+NOTHING, FLOOR, PEER = "nothing", "compiling elsewhere", "ejKernel, on the loop"
+TUNES = {
+    NOTHING: partial(given, partial(anyio.sleep, 3)),
+    FLOOR: compiling_elsewhere,
+    "asel, thread": partial(given, partial(asel_tune, "thread")),
+    "asel, process": partial(given, partial(asel_tune, "process")),
+    PEER: partial(given, blocking_tune),
+}
+
+
+@dataclass(slots=True)
+class Row:
+    """What the turns of one tune on one loop came to, in seconds."""
+
+    beats: int = 0
+    p50: list[float] = field(default_factory=list)
+    p99: list[float] = field(default_factory=list)
+    most: float = 0.0
+    collecting: float = 0.0
+
+    def take_turn(self, name: str, backend: str) -> None:
+        gc.collect()  # what was imported and compiled before is nobody's garbage
+        with TUNES[name]() as tune, longest_collection() as collecting_s:
+            late = anyio.run(lags_during, tune, backend=backend)
+        cuts = quantiles(late, n=100, method="inclusive")
+        self.beats += len(late)
+        self.p50.append(cuts[49])
+        self.p99.append(cuts[98])
+        self.most = max(self.most, *late)
+        self.collecting = max(self.collecting, collecting_s())
+
+    def shown(self) -> list[str]:
+        seconds = median(self.p50), median(self.p99), self.most, self.collecting
+        return [f"{self.beats:,}", *(f"{each * 1e3:,.2f} ms" for each in seconds)]
+
+    def verdict(self, floors: Sequence[Row]) -> str:
+        p99, floor = median(self.p99), median(each for row in floors for each in row.p99)
+        if p99 <= P99_S and self.most <= MOST_S:
+            return "ok"
+        if p99 <= max(P99_S, floor * (1 + TOLERANCE)) and self.most <= max(MOST_S, *(row.most for row in floors)):
+            return "as the floor"
+        return "OVER"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the event loop's lag during a tune.")
-    parser.add_argument("--quick", action="store_true", help="on asyncio only")
-    backends = BACKENDS[:1] if parser.parse_args().quick else BACKENDS
-    tunes: dict[str, Callable[[], Awaitable[None]]] = {
-        "nothing": partial(anyio.sleep, 3),
-        "asel, thread": partial(asel_tune, "thread"),
-        "asel, process": partial(asel_tune, "process"),
-        "ejKernel, on the loop": blocking_tune,
-    }
+    parser.add_argument("--quick", action="store_true", help="on asyncio only, one turn")
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.compile:
+        compile_when_told()
+        return 0
+    backends, turns = (BACKENDS[:1], 1) if asked.quick else (BACKENDS, TURNS)
     anyio.run(asel_tune, "thread")  # what JAX does only once is nobody's lag
+    rows = {(name, backend): Row() for name in TUNES for backend in backends}
+    for turn in range(turns):
+        for (name, backend), row in rows.items():
+            if name != PEER:
+                row.take_turn(name, backend)
+            elif turn == turns - 1:  # last and once: what it imports makes collections longer
+                with suppress(ImportError):
+                    row.take_turn(name, backend)
     table = Table(box=SIMPLE)
     for heading in ("loop", "what runs"):
         table.add_column(heading, no_wrap=True)
     for heading in ("beats", "p50", "p99", "max", "gc", "budget", ""):
         table.add_column(heading, justify="right", no_wrap=True)
-    kept = True
-    for name, tune in tunes.items():  # the peer last: what it imports makes collections longer
-        for backend in backends:
-            try:
-                with longest_collection() as collecting_s:
-                    late = anyio.run(lags_during, tune, backend=backend)
-            except ImportError:
-                table.add_row(backend, name, "not installed")
-                continue
-            cuts = quantiles(late, n=100, method="inclusive")
-            row = [
-                f"{len(late):,}",
-                *(f"{seconds * 1e3:,.2f} ms" for seconds in (cuts[49], cuts[98], max(late), collecting_s())),
-            ]
-            if name.startswith("asel"):
-                ok = cuts[98] <= P99_S and max(late) <= MOST_S
-                kept = kept and ok
-                limits = f"p99 <= {P99_S * 1e3:g}, max <= {MOST_S * 1e3:g} ms"
-                row += [limits, "[green]ok" if ok else "[bold red]OVER"]
-            table.add_row(backend, name, *row)
+    kept, floors = True, [rows[FLOOR, backend] for backend in backends]
+    limits = f"p99 <= {P99_S * 1e3:g}, max <= {MOST_S * 1e3:g} ms"
+    for (name, backend), row in rows.items():
+        verdict = row.verdict(floors) if name.startswith("asel") else ""
+        kept = kept and verdict != "OVER"
+        mark = {"ok": "[green]ok", "OVER": "[bold red]OVER"}.get(verdict, verdict)
+        table.add_row(
+            backend, name, *(row.shown() if row.beats else ["not installed"]), limits if verdict else "", mark
+        )
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
-    console.print(f"{len(FAMILY.candidates)} candidates of {FAMILY.name}.", style="dim")
+    console.print(f"{len(FAMILY.candidates)} candidates of {FAMILY.name}, {turns} turns.", style="dim")
     return 0 if kept else 1
 
 

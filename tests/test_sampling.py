@@ -1,0 +1,345 @@
+"""Taking the samples that a strategy plans: quick ones in one go, and with the same outcome as one by one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+import anyio
+import jax.numpy as jnp
+import pytest
+
+from asel import Failed, Measured, Skipped, Tuner, device_fingerprint
+from asel.benchmark import JaxMeasure
+from asel.board import Board
+from asel.jobs import TuneJob
+from asel.strategies import Race, Sample
+from asel.testing import ScriptedMeasure
+
+PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+
+
+@pytest.fixture(autouse=True)
+def _first_call_is_behind_us():
+    """Asel learns of JAX and of the machine at its first call; what that costs the loop is a test of its own."""
+    device_fingerprint()
+
+
+class OnABench(ScriptedMeasure):
+    """A scripted measure whose samplers can be sampled in one go."""
+
+    def __init__(self, *args, **script) -> None:
+        super().__init__(*args, **script)
+        self.series_of: list[list[object]] = []
+
+    async def compile(self, trial):
+        return _Seat(self, trial.cfg, await super().compile(trial))
+
+    async def series(self, samplers, taken, left_behind):
+        self.series_of.append([sampler.cfg for sampler in samplers])
+        for sampler in samplers:
+            start = anyio.current_time()
+            seconds = await sampler()
+            taken.append((seconds, anyio.current_time() - start))
+
+
+class _Seat:
+    def __init__(self, bench, cfg, sample) -> None:
+        self.bench, self.cfg, self._sample = bench, cfg, sample
+
+    async def __call__(self) -> float:
+        return await self._sample()
+
+
+class Nth:
+    """A cost that changes with the number of the sample."""
+
+    def __init__(self, **costs) -> None:
+        self._costs = costs
+        self._seen = Counter()
+
+    def __call__(self, cfg):
+        self._seen[cfg] += 1
+        costs = self._costs[cfg]
+        return costs[min(self._seen[cfg], len(costs)) - 1]
+
+
+def job_of(*candidates, **facts) -> TuneJob:
+    return TuneJob(candidates, lambda cfg: lambda: cfg, (), {}, **facts)
+
+
+ALIKE = {name: 0.001 + 1e-5 * number for number, name in enumerate("abcdef")}
+
+
+def samples_of(report) -> dict:
+    return {one.cfg: one.samples_s for one in report.outcomes if isinstance(one, Measured)}
+
+
+# ---------------------------------------------------------------------------------------------
+# What is taken in one go.
+
+
+@pytest.mark.anyio
+async def test_a_round_of_quick_candidates_is_one_series():
+    """The first pass goes one by one; from then on a round takes one trip to the bench, in the order of the plan."""
+    measure = OnABench(ALIKE)
+    await Tuner(measure=measure).tune(job_of(*ALIKE))
+    assert measure.series_of
+    assert all(sorted(series) == sorted(set(series)) for series in measure.series_of)
+    assert sorted(measure.series_of[0]) == sorted(ALIKE)
+    in_series = [cfg for series in measure.series_of for cfg in series]
+    assert measure.sampled[2 * len(ALIKE) :] == in_series
+
+
+@pytest.mark.anyio
+async def test_what_is_found_is_the_same_as_one_by_one():
+    """Where samples are taken changes neither their order nor who wins."""
+    on_a_bench, alone = OnABench(ALIKE), ScriptedMeasure(ALIKE)
+    first = await Tuner(measure=on_a_bench).tune(job_of(*ALIKE))
+    second = await Tuner(measure=alone).tune(job_of(*ALIKE))
+    assert on_a_bench.sampled == alone.sampled
+    assert samples_of(first) == samples_of(second)
+    assert first.winner == second.winner
+    assert [one.measure_s for one in first.outcomes] == pytest.approx([one.measure_s for one in second.outcomes])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("seconds", "timeout_s", "longest"), [(0.001, 30.0, 6), (0.005, 30.0, 4), (0.011, 30.0, 1), (0.001, 0.03, 3)]
+)
+async def test_a_series_is_short(seconds, timeout_s, longest):
+    """It takes 20 ms at the most, or a tenth of what a candidate may: nobody waits long, for it or for a timeout."""
+    measure = OnABench(seconds)
+    await Tuner(measure=measure).tune(job_of(*"abcdef", candidate_timeout_s=timeout_s))
+    assert max(map(len, measure.series_of), default=1) == longest
+
+
+@pytest.mark.anyio
+async def test_a_slow_candidate_is_sampled_alone_and_the_others_around_it_together():
+    """It ends one series, and the next begins after it."""
+
+    class Plan:
+        def plan(self, board: Board):
+            for index in (0, 1, 2, 3, 4):
+                yield Sample(index)
+            for index in (0, 1, 2, 3, 4):
+                yield Sample(index, then=tuple(range(index + 1, 5)))
+
+    measure = OnABench({"a": 0.001, "b": 0.002, "slow": 0.030, "d": 0.003, "e": 0.004})
+    report = await Tuner(0, 1, measure=measure, strategy=Plan()).tune(job_of("a", "b", "slow", "d", "e"))
+    assert measure.series_of == [["a", "b"], ["d", "e"]]
+    assert {len(samples) for samples in samples_of(report).values()} == {2}
+
+
+class Promises:
+    """A plan whose samples promise others than it asks for."""
+
+    def plan(self, board: Board):
+        for index in (0, 1):
+            yield Sample(index)
+        yield Sample(0, then=(1, 0))
+        yield Sample(0)
+        yield Sample(1)
+
+
+@pytest.mark.anyio
+async def test_a_plan_that_does_not_keep_its_word_gets_what_it_asks_for():
+    """Samples that were taken ahead for nothing count for nobody."""
+    measure = OnABench(Nth(a=[0.001, 0.002, 0.003, 0.004], b=[0.005, 0.006, 0.007]))
+    report = await Tuner(0, 1, measure=measure, strategy=Promises()).tune(job_of("a", "b"))
+    assert measure.series_of == [["a", "b", "a"]]
+    assert samples_of(report) == {"a": (0.001, 0.002, 0.004), "b": (0.005, 0.007)}
+
+
+# ---------------------------------------------------------------------------------------------
+# What goes wrong in it.
+
+
+class Breaks:
+    """An error from the third sample of one candidate on: its first in a series."""
+
+    def __init__(self, cfg, error) -> None:
+        self._cfg, self._error, self._seen = cfg, error, 0
+
+    def __call__(self, cfg):
+        self._seen += cfg == self._cfg
+        return self._error if cfg == self._cfg and self._seen > 2 else None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("bad", list(ALIKE))
+@pytest.mark.parametrize("error", [RuntimeError("third time unlucky"), SystemExit(3)])
+async def test_who_fails_in_a_series_is_one_outcome(bad, error):
+    """Wherever it is in it: those before keep their samples, and those after it are sampled as if it were not there."""
+    measure = OnABench(ALIKE, run_errors=Breaks(bad, error))
+    alone = ScriptedMeasure(ALIKE, run_errors=Breaks(bad, error))
+    report = await Tuner(measure=measure).tune(job_of(*ALIKE))
+    other = await Tuner(measure=alone).tune(job_of(*ALIKE))
+    failed = [one for one in report.outcomes if isinstance(one, Failed)]
+    assert [(one.cfg, one.stage) for one in failed] == [(bad, "measure")]
+    assert str(error) in failed[0].message
+    assert measure.sampled == alone.sampled
+    assert samples_of(report) == samples_of(other)
+    assert report.winner == other.winner != bad
+
+
+@pytest.mark.anyio
+async def test_who_hangs_in_a_series_times_out():
+    """After `candidate_timeout_s`, with the samples before it in the report and the rest sampled after it."""
+    measure = OnABench(Nth(**{name: [s, s, 1e9 if name == "c" else s] for name, s in ALIKE.items()}))
+    start = anyio.current_time()
+    report = await Tuner(measure=measure).tune(job_of(*ALIKE, candidate_timeout_s=7.0))
+    assert report.outcomes[2] == Failed("c", "measure", "TimeoutError", "took longer than 7 s")
+    assert sum(isinstance(one, Measured) for one in report.outcomes) == 5
+    assert 7.0 < anyio.current_time() - start < 9.0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+async def test_what_is_not_a_duration_is_a_failure_in_a_series_too(seconds):
+    class Odd(OnABench):
+        async def series(self, samplers, taken, left_behind):
+            await super().series(samplers, taken, left_behind)
+            taken[:] = [(seconds if one.cfg == "c" else s, t) for one, (s, t) in zip(samplers, taken, strict=True)]
+
+    report = await Tuner(measure=Odd(ALIKE)).tune(job_of(*ALIKE))
+    assert (report.outcomes[2].stage, report.outcomes[2].error_type) == ("measure", "ValueError")
+    assert sum(isinstance(one, Measured) for one in report.outcomes) == 5
+
+
+@pytest.mark.anyio
+async def test_what_breaks_when_all_are_taken_is_the_last_ones():
+    """A series that raises when it has come to its end has no other to blame; the others' samples stand."""
+
+    class Late(OnABench):
+        async def series(self, samplers, taken, left_behind):
+            await super().series(samplers, taken, left_behind)
+            self.last = samplers[-1].cfg
+            raise RuntimeError("its thread was killed")
+
+    measure = Late({"a": 0.001, "b": 0.001, "c": 0.001})
+    report = await Tuner(1, 1, measure=measure, strategy=Race(1, most_rounds=2)).tune(job_of("a", "b", "c"))
+    failed = [one.cfg for one in report.outcomes if isinstance(one, Failed)]
+    assert len(measure.series_of) == len(failed)
+    assert measure.last in failed
+    assert report.winner not in failed
+
+
+@pytest.mark.anyio
+async def test_a_budget_that_ends_in_a_series_ends_the_tune():
+    """What was taken until then counts, and nothing is skipped that was measured."""
+    measure = OnABench(0.004)
+    report = await Tuner(measure=measure).tune(job_of("a", "b", "c", tune_budget_s=0.050))
+    assert not [one for one in report.outcomes if isinstance(one, Skipped)]
+    assert sum(map(len, samples_of(report).values())) + 3 <= len(measure.sampled) <= 15
+
+
+@pytest.mark.anyio
+async def test_cancelled_in_a_series_a_job_can_be_taken_up_again():
+    """Whoever carries on finds every candidate where it was before the series."""
+    measure, job = OnABench(Nth(**{name: [s, s, s, s, 9.0, s] for name, s in ALIKE.items()})), job_of(*ALIKE)
+    with anyio.move_on_after(1.0):
+        await Tuner(measure=measure).tune(job)
+    assert job.report is None
+    report = await Tuner(measure=measure).tune(job)
+    assert sum(isinstance(one, Measured) for one in report.outcomes) == 6
+
+
+# ---------------------------------------------------------------------------------------------
+# With real threads.
+
+
+class Kernel:
+    """A kernel that is fine when it is traced, tried, warmed up and first sampled: its trouble begins in a series."""
+
+    def __init__(self, trouble) -> None:
+        self.runs, self._trouble = Counter(), trouble
+
+    def make(self, cfg):
+        def fn(x):
+            self.runs[cfg] += 1
+            if cfg == "bad" and self.runs[cfg] > 4:
+                self._trouble()
+            return float(x[0])  # which cannot be traced, so it is run as it is
+
+        return fn
+
+
+class TwoRounds:
+    """A warm-up and a sample of each, and then a round in declared order: what follows the bad one is known."""
+
+    def plan(self, board: Board):
+        for index in board.alive:
+            yield Sample(index)
+            yield Sample(index)
+        order = board.alive
+        for place, index in enumerate(order, 1):
+            yield Sample(index, then=tuple(order[place:]))
+
+
+@pytest.fixture
+def _slow_is_quick(monkeypatch):
+    """Have a series of all, however slow the machine is at the moment."""
+    monkeypatch.setattr("asel.sampling._SERIES_S", 1e6)
+    monkeypatch.setattr("asel.sampling._SERIES_PART", 1e6)
+
+
+class Watched(JaxMeasure):
+    def __init__(self) -> None:
+        super().__init__()
+        self.series_of: list[list[object]] = []
+
+    async def series(self, samplers, taken, left_behind):
+        self.series_of.append([sampler.trial.cfg for sampler in samplers])
+        await super().series(samplers, taken, left_behind)
+
+
+def tuned(backend, kernel, **facts):
+    job = TuneJob(("one", "bad", "two", "three"), kernel.make, (jnp.ones(3),), {}, **facts)
+    measure = Watched()
+    report = anyio.run(Tuner(measure=measure, strategy=TwoRounds()).tune, job, backend=backend)
+    assert measure.series_of[0] == ["one", "bad", "two", "three"]
+    return report, job
+
+
+@pytest.mark.usefixtures("_slow_is_quick")
+def test_who_hangs_in_a_real_series_is_named_and_its_thread_samples_nobody_after_it(real_backend):
+    """The thread that is left behind is at the candidate that hangs, keeps the device, and stops when it is free."""
+    release = threading.Event()
+    kernel = Kernel(lambda: release.wait(PATIENCE_S))
+    start = time.monotonic()
+    try:
+        report, job = tuned(real_backend, kernel, candidate_timeout_s=0.5)
+        assert time.monotonic() - start < PATIENCE_S / 2
+        (busy,) = job.left_behind
+        assert (busy.what, busy.alive) == ("measuring 'bad'", True)
+        failed = report.outcomes[1]
+        assert (failed.stage, failed.error_type) == ("measure", "TimeoutError")
+        assert failed.message.endswith("its thread is still busy")
+        assert sum(isinstance(one, Measured) for one in report.outcomes) == 3
+        before = dict(kernel.runs)
+    finally:
+        release.set()
+    until = time.monotonic() + PATIENCE_S
+    while busy.alive and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not busy.alive
+    assert (kernel.runs["two"], kernel.runs["three"]) == (before["two"], before["three"]) == (4, 4)
+
+
+@pytest.mark.usefixtures("_slow_is_quick")
+@pytest.mark.parametrize("error", [LookupError("lost"), SystemExit(3), KeyboardInterrupt("no")])
+def test_what_a_candidate_raises_in_a_real_series_is_its_own(real_backend, error):
+    """Whatever it is: SystemExit and the like neither end the program nor name another candidate."""
+
+    def trouble() -> None:
+        raise error
+
+    report, job = tuned(real_backend, Kernel(trouble))
+    failed = report.outcomes[1]
+    assert (failed.cfg, failed.stage) == ("bad", "measure")
+    assert str(error) in failed.message
+    assert "bad" in failed.message or isinstance(error, LookupError)
+    assert not job.left_behind
+    assert sum(isinstance(one, Measured) for one in report.outcomes) == 3
