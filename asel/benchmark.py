@@ -21,7 +21,7 @@ from asel.canonical import aval_form
 from asel.devices import real_mesh, settings_held
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.signatures import is_numeric
-from asel.threads import Busy, quick_turns, run_in_thread
+from asel.threads import Busy, run_in_thread
 
 __all__ = ["LEAST_SAMPLE_S", "JaxMeasure", "Program", "Timing", "abstract", "concrete", "weak_zeros"]
 
@@ -56,12 +56,10 @@ class JaxMeasure:
 
     async def lower(self, trial: Trial[Any]) -> Lowered:
         step = _in_thread(trial)
-        with quick_turns():
-            program = await step(f"lowering {trial.cfg!r}", partial(Program, trial))
+        program = await step(f"lowering {trial.cfg!r}", partial(Program, trial))
 
         async def compile() -> Sampler:
-            with quick_turns():
-                await step(f"compiling {trial.cfg!r}", program.compile)
+            await step(f"compiling {trial.cfg!r}", program.compile)
             return _InThread(self, trial, Timing(program, self._timer, self._least_sample_s))
 
         return Lowered(program.fingerprint, compile, program.release, runs=program.how == "eager")
@@ -80,7 +78,8 @@ class JaxMeasure:
                     return
                 start = time.perf_counter()
                 seconds = sampler.timing.sample()
-                taken.append((seconds, time.perf_counter() - start))
+                if not left_behind:
+                    taken.append((seconds, time.perf_counter() - start))
 
         def what() -> str:
             return samplers[min(len(taken), len(samplers) - 1)].what

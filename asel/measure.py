@@ -23,7 +23,7 @@ class Sampler(Protocol):
     May also have `how`, where that is not the trial's objective; `turn(charge)`, an async context manager
     around each step, in which to wait for what others hold: that wait is not timed, and what is done in it
     for this tune alone is paid within `charge()`; `ready()`, the steps to be awaited one by one before each
-    sample; `bench`, the `Bench` that it is sampled on, where it takes no turns; `outputs()`, what a run returns,
+    sample; `bench`, the `Bench` that it is sampled on, where it has neither of these; `outputs()`, what a run returns,
     on the host; and `release()`, called in a thread once the tune is over.
     """
 

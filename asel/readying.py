@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,38 +28,25 @@ async def compile_all(measure: Measure, job: TuneJob[Any], group: Sequence[int])
     waiting = deque(index for index in group if not any(index in those for those in begun))
     until_s = job.spent_s + _COMPILING * (job.tune_budget_s - job.spent_s)
 
-    def is_late(index: int) -> bool:
-        """Note that there is no time left for a candidate: one is tried, whatever it took to begin."""
-        late = job.spent_s >= until_s and any(other != index for other, _ in job.steps)
-        if late:
-            job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it")
-        return late
-
     async def work() -> None:
         while waiting:
-            if not is_late(index := waiting.popleft()):
-                await _compile(measure, job, index, is_late)
+            index = waiting.popleft()
+            if job.spent_s >= until_s and job.steps:  # one is tried, whatever it took to begin
+                job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it")
+            else:
+                await _compile(measure, job, index)
 
-    # Where it pays there is one more than can be compiled at once: it is lowered meanwhile.
-    workers = int(compile_slots().total_tokens) + _lowers_ahead(measure)
     async with anyio.create_task_group() as tasks:
-        for _ in range(min(workers, len(waiting))):
+        for _ in range(min(int(compile_slots().total_tokens), len(waiting))):
             tasks.start_soon(work)
 
 
-def _lowers_ahead(measure: Measure) -> bool:
-    """Tell whether a measure can lower a program while it compiles another: in a worker process it cannot."""
-    return hasattr(measure, "lower") and not hasattr(measure, "turn")
-
-
-async def _compile(measure: Measure, job: TuneJob[Any], index: int, is_late: Callable[[int], bool]) -> None:
+async def _compile(measure: Measure, job: TuneJob[Any], index: int) -> None:
     """Make a candidate ready to be sampled; or note that it is another's alias, or why it failed."""
     start, trial = anyio.current_time(), job.trial(index)
     job.tell(CandidateStart, index, start)
-    free: AbstractAsyncContextManager[Any] = nullcontext()
-    before, after = (free, compile_slots()) if _lowers_ahead(measure) else (compile_slots(), free)
     with outcome_of_failing(job, index, start, trial):
-        async with before, turn(measure, job) as desk:
+        async with compile_slots(), turn(measure, job) as desk:
             # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
             async with lowering():
                 with step(job, index, "compile") as lowering_s:
@@ -72,12 +58,8 @@ async def _compile(measure: Measure, job: TuneJob[Any], index: int, is_late: Cal
             elif lowered.runs:
                 job.unproven[index] = Unproven(trial, lowered, start, lowering_s())
             else:
-                async with after:
-                    if is_late(index):
-                        job.out.append(lowered)
-                        return
-                    with step(job, index, "compile", lowering_s()) as compiling_s:
-                        sampler = await lowered.compile()
+                with step(job, index, "compile", lowering_s()) as compiling_s:
+                    sampler = await lowered.compile()
                 job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
 
 

@@ -52,11 +52,14 @@ async def follow(job: TuneJob[Any], board: Board, plan: Iterator[Step]) -> None:
             board.drop(index, planned.round, planned.best)
             job.tell(CandidateEliminated, index, job.runners[index].started, round=planned.round)
             continue
-        if job.is_broke and (board.measured or board.warmups.get(first) or index != first):
-            break  # the best so far wins; until there is one, the first that runs has one run
-        if not ahead or ahead[0].index != index:
-            ahead = deque(await _take(job, [index, *planned.then]))
+        if ahead and ahead[0].index != index:  # it does not keep to what it said was next
+            _note_all(job, board, ahead)
+        if not ahead:
+            if job.is_broke and (board.measured or board.warmups.get(first) or index != first):
+                break  # the best so far wins; until there is one, the first that runs has one run
+            ahead.extend(await _take(job, [index, *planned.then]))
         _note(job, board, ahead.popleft())
+    _note_all(job, board, ahead)
 
 
 async def _take(job: TuneJob[Any], wanted: Sequence[int]) -> Sequence[_Taken]:
@@ -97,38 +100,47 @@ async def _take_one(job: TuneJob[Any], index: int) -> _Taken:
 async def _take_all(job: TuneJob[Any], series: Sequence[int]) -> Sequence[_Taken]:
     """Take a sample of each, up to the first that fails."""
     runners = [job.runners[index] for index in series]
-    bench, taken, left_behind = runners[0].bench, list[tuple[float, float]](), list[Busy]()
+    bench, samples, left_behind = runners[0].bench, list[tuple[float, float]](), list[Busy]()
     assert bench is not None
-    failed: list[_Taken] = []
+    failure: BaseException | None = None
     start = anyio.current_time()
     try:
         async with lanes(job, left_behind):
             start = anyio.current_time()
             with timed(job):
-                await bench.series([runner.sampler for runner in runners], taken, left_behind)
+                await bench.series([runner.sampler for runner in runners], samples, left_behind)
     except LaneStuck:
         raise
     except (Exception, SystemExit) as error:
-        come = min(len(taken), len(series) - 1)
-        del taken[come:]
-        runners[come].trial.left_behind += left_behind
-        failed = [_Taken(series[come], error=error)]
+        failure = error
     finally:
         job.note_left_behind(left_behind)
     during = start, anyio.current_time()
-    return [*(_Taken(i, *sample, during) for i, sample in zip(series, taken, strict=False)), *failed]
+    come = len(series) if failure is None else min(len(samples), len(series) - 1)
+    taken = [_Taken(index, *samples[place], during) for place, index in enumerate(series[:come])]
+    if failure is not None:
+        runners[come].trial.left_behind += left_behind
+        taken.append(_Taken(series[come], during=during, error=failure))
+    return taken
+
+
+def _note_all(job: TuneJob[Any], board: Board, ahead: deque[_Taken]) -> None:
+    """Note samples that were taken for nothing: they are as good as any, and one that failed has failed."""
+    while ahead:
+        if (taken := ahead.popleft()).index in job.runners:
+            _note(job, board, taken)
 
 
 def _note(job: TuneJob[Any], board: Board, taken: _Taken) -> None:
     index, runner, error = taken.index, job.runners[taken.index], taken.error
+    if taken.during is not None:
+        job.note_step(index, "measure", *taken.during)
     if error is None and not 0 <= taken.seconds < math.inf:
         error = ValueError(f"the measure returned {taken.seconds!r}, which is not a duration")
-    if error is not None:
+    if error is None:
+        runner.note_sample(taken.taken_s)
+        board.record(index, float(taken.seconds), taken.taken_s)
+    else:
         board.remove(index)
         job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
         job.let_out(index)
-        return
-    runner.note_sample(taken.taken_s)
-    board.record(index, float(taken.seconds), taken.taken_s)
-    if taken.during is not None:
-        job.note_step(index, "measure", *taken.during)

@@ -21,8 +21,8 @@ __all__ = ["Drop", "Exhaustive", "Race", "Sample", "Step", "Strategy"]
 class Sample:
     """Take one sample of a candidate.
 
-    `then` are those that are next, whatever this one finds: where they are quick they are taken in one go, and wait
-    for the plan to come to them.
+    `then` are those that are sure to be next, whatever this one finds, but for any that fail: where they are quick
+    they are taken in one go, and wait for the plan to come to them.
     """
 
     index: int

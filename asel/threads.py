@@ -10,13 +10,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
-from math import isclose
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -24,9 +22,7 @@ import anyio
 
 from asel.loop import LoopHandle
 
-__all__ = ["Busy", "leave_to_thread", "quick_turns", "run_in_thread"]
-
-_TURN_S = 1e-3
+__all__ = ["Busy", "leave_to_thread", "run_in_thread"]
 
 T = TypeVar("T")
 What = str | Callable[[], str]
@@ -85,6 +81,7 @@ class _Step(Generic[T]):
             result.error = error
         # With all they hold of the device, before anyone hears that the step is over, and while the thread counts as
         # busy: one that drops an array as the interpreter ends is killed within JAX, and the program with it.
+        self._what = self.what
         del self.work, self.context, self.result, result
 
     def tell(self) -> None:
@@ -185,52 +182,10 @@ class _Worker:
             self._crew.idle.append(self)
 
 
-class _QuickTurns:
-    """Whether threads take quick turns at the interpreter, and what it was like before."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted = 0
-        self._before_s = 0.0
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Have the interpreter asked for after a millisecond instead of five, in the whole process.
-
-        A thread that traces or lowers a program lets go of it only when asked, and an event loop asks twice before
-        a task that slept is awake. Put back by the last who leaves, unless the program has set another interval.
-        """
-        with self._lock:
-            self._wanted += 1
-            if self._wanted == 1:
-                self._before_s = sys.getswitchinterval()
-                if self._before_s > _TURN_S:
-                    sys.setswitchinterval(_TURN_S)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wanted -= 1
-                if not self._wanted:
-                    self._put_back()
-
-    def _put_back(self) -> None:
-        if isclose(sys.getswitchinterval(), _TURN_S):
-            sys.setswitchinterval(self._before_s + 5e-7)  # it is cut to whole microseconds
-
-    def forget(self) -> None:
-        """Have nobody who wants it, as in the child of a fork."""
-        if self._wanted:
-            self._put_back()
-        self._lock, self._wanted = threading.Lock(), 0
-
-
 _crew = _Crew()
-quick_turns = _QuickTurns()
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_crew.forget)
-    os.register_at_fork(after_in_child=quick_turns.forget)
 
 
 @atexit.register

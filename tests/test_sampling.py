@@ -16,7 +16,7 @@ from asel.benchmark import JaxMeasure
 from asel.board import Board
 from asel.jobs import TuneJob
 from asel.strategies import Race, Sample
-from asel.testing import ScriptedMeasure
+from asel.testing import RecordingSink, ScriptedMeasure
 
 PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
 
@@ -146,11 +146,30 @@ class Promises:
 
 @pytest.mark.anyio
 async def test_a_plan_that_does_not_keep_its_word_gets_what_it_asks_for():
-    """Samples that were taken ahead for nothing count for nobody."""
+    """Samples that were taken ahead for nothing are as good as any, and are not lost."""
     measure = OnABench(Nth(a=[0.001, 0.002, 0.003, 0.004], b=[0.005, 0.006, 0.007]))
     report = await Tuner(0, 1, measure=measure, strategy=Promises()).tune(job_of("a", "b"))
     assert measure.series_of == [["a", "b", "a"]]
-    assert samples_of(report) == {"a": (0.001, 0.002, 0.004), "b": (0.005, 0.007)}
+    assert samples_of(report) == {"a": (0.001, 0.002, 0.003, 0.004), "b": (0.005, 0.006, 0.007)}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("asks", [(), (0,)])
+async def test_who_failed_ahead_of_a_plan_that_never_comes_to_it_has_failed(asks):
+    """Whether the plan goes elsewhere or ends: what broke as it ran cannot win by an earlier sample."""
+
+    class Leaves:
+        def plan(self, board: Board):
+            for index in (0, 1, 0, 1):
+                yield Sample(index)
+            yield Sample(0, then=(1, 1))
+            for index in asks:
+                yield Sample(index)
+
+    measure = OnABench({"a": 0.002, "b": 0.001}, run_errors=Breaks("b", RuntimeError("third time unlucky")))
+    report = await Tuner(1, 1, measure=measure, strategy=Leaves()).tune(job_of("a", "b"))
+    assert report.winner == "a"
+    assert isinstance(report.outcomes[1], Failed)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -229,11 +248,36 @@ async def test_what_breaks_when_all_are_taken_is_the_last_ones():
 
 @pytest.mark.anyio
 async def test_a_budget_that_ends_in_a_series_ends_the_tune():
-    """What was taken until then counts, and nothing is skipped that was measured."""
+    """All that was taken until then counts, the rest of the series too, and nothing is taken after it."""
     measure = OnABench(0.004)
     report = await Tuner(measure=measure).tune(job_of("a", "b", "c", tune_budget_s=0.050))
     assert not [one for one in report.outcomes if isinstance(one, Skipped)]
-    assert sum(map(len, samples_of(report).values())) + 3 <= len(measure.sampled) <= 15
+    assert sum(map(len, samples_of(report).values())) + 3 == len(measure.sampled) == 15
+
+
+@pytest.mark.anyio
+async def test_who_hangs_until_the_budget_is_spent_has_failed_all_the_same():
+    """The series is the last there is time for, and its failure is noted though the plan goes no further."""
+    measure = OnABench(Nth(a=[0.002], b=[0.001, 0.001, 1e9]))
+    sink = RecordingSink()
+    job = job_of("a", "b", candidate_timeout_s=7.0, tune_budget_s=7.0, emit=sink.emit)
+    strategy = Race(seed=next(seed for seed in range(99) if _is_second(seed)))
+    report = await Tuner(measure=measure, strategy=strategy).tune(job)
+    assert measure.series_of == [["a", "b"]]
+    assert report.winner == "a"
+    assert report.outcomes[1] == Failed("b", "measure", "TimeoutError", "took longer than 7 s")
+    (told,) = sink.named("candidate_failed")
+    assert told.measured[1] - told.measured[0] > 7.0, "as long as it hung"
+
+
+def _is_second(seed: int) -> bool:
+    """Tell whether a race's first series has the second of two candidates last."""
+    board = Board([0, 1])
+    for planned in Race(seed=seed).plan(board):
+        if planned.then:
+            return planned.then == (1,)
+        board.record(planned.index, 0.001)
+    raise AssertionError("the plan has no series")
 
 
 @pytest.mark.anyio
@@ -243,6 +287,7 @@ async def test_cancelled_in_a_series_a_job_can_be_taken_up_again():
     with anyio.move_on_after(1.0):
         await Tuner(measure=measure).tune(job)
     assert job.report is None
+    assert {len(job.board.samples[index]) for index in job.board.alive} == {3}, "what was cut short does not count"
     report = await Tuner(measure=measure).tune(job)
     assert sum(isinstance(one, Measured) for one in report.outcomes) == 6
 

@@ -17,12 +17,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import anyio
-import jax.numpy as jnp
 import pytest
 
-from asel import Tuner, threads
+from asel import threads
 from asel.loop import LoopHandle
-from asel.threads import _Crew, _Step, quick_turns, run_in_thread
+from asel.threads import _Crew, _Step, run_in_thread
 
 PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
 
@@ -530,7 +529,7 @@ def test_where_no_thread_can_be_started_it_is_said_and_nothing_is_kept(real_back
 def test_a_forked_child_has_threads_of_its_own(real_backend):
     """The child of a process with an idle thread starts a new one, instead of waiting for the parent's."""
     code = (
-        "import os, sys, anyio; from asel.threads import quick_turns, run_in_thread\n"
+        "import os, sys, anyio; from asel.threads import run_in_thread\n"
         "ask = lambda: anyio.run(run_in_thread, 'asking', os.getpid, backend=sys.argv[1])\n"
         "assert ask() == os.getpid()\n"
         "child = os.fork()\n"
@@ -539,99 +538,6 @@ def test_a_forked_child_has_threads_of_its_own(real_backend):
     )
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code, real_backend], timeout=30, check=False)
     assert ended.returncode == 0
-
-
-@pytest.fixture
-def _usual_interval():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(0.005)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("_usual_interval")
-def test_quick_turns_last_until_the_last_who_wants_them():
-    """The interval is the whole process's: it is shortened by the first, and put back by the last, in any order."""
-    first, second = quick_turns(), quick_turns()
-    first.__enter__()
-    assert sys.getswitchinterval() == pytest.approx(0.001)
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert sys.getswitchinterval() == pytest.approx(0.001)
-    second.__exit__(None, None, None)
-    assert sys.getswitchinterval() == pytest.approx(0.005)
-
-
-@pytest.mark.usefixtures("_usual_interval")
-def test_quick_turns_end_with_an_error():
-    with pytest.raises(LookupError), quick_turns():
-        raise LookupError
-    assert sys.getswitchinterval() == pytest.approx(0.005)
-
-
-@pytest.mark.usefixtures("_usual_interval")
-@pytest.mark.parametrize("theirs", [0.0005, 0.020])
-def test_an_interval_that_the_program_sets_meanwhile_stays(theirs):
-    """What was there before is put back in the place of ours alone."""
-    with quick_turns():
-        sys.setswitchinterval(theirs)
-    assert sys.getswitchinterval() == pytest.approx(theirs)
-
-
-@pytest.mark.usefixtures("_usual_interval")
-def test_turns_that_are_quicker_already_stay_so():
-    sys.setswitchinterval(0.0005)
-    with quick_turns():
-        assert sys.getswitchinterval() == pytest.approx(0.0005)
-    assert sys.getswitchinterval() == pytest.approx(0.0005)
-
-
-@pytest.mark.usefixtures("_usual_interval")
-@pytest.mark.parametrize("microseconds", range(4890, 4910))
-def test_an_interval_is_put_back_to_the_microsecond(microseconds):
-    """However often: the interpreter cuts what it is given, so that a thousand tunes would wear it down."""
-    sys.setswitchinterval(microseconds * 1e-6 + 5e-7)
-    before = sys.getswitchinterval()
-    for _ in range(5):
-        with quick_turns():
-            assert sys.getswitchinterval() == pytest.approx(0.001)
-    assert sys.getswitchinterval() == before
-
-
-def test_a_forked_child_has_the_interval_of_before():
-    """Nobody there is at the step for which turns were quick."""
-    script = (
-        "import os, sys\n"
-        "from asel.threads import quick_turns, quick_turns\n"
-        "before = sys.getswitchinterval()\n"
-        "with quick_turns():\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        alike = abs(sys.getswitchinterval() - before) < 1e-6\n"
-        "        os._exit(0 if alike else 1)\n"
-        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
-
-
-@pytest.mark.usefixtures("_usual_interval")
-def test_turns_are_quick_while_candidates_are_made_ready_and_not_while_they_are_sampled(real_backend):
-    """That is when a thread holds the interpreter for long; what a run takes is measured as the program has it."""
-    seen = {}
-
-    def make(cfg):
-        seen["built"] = sys.getswitchinterval()
-
-        def fn(x):
-            seen["ran" if "traced" in seen else "traced"] = sys.getswitchinterval()
-            return float(x[0])  # which cannot be traced, so it is run as it is
-
-        return fn
-
-    anyio.run(Tuner(0, 1).autotune, make, (jnp.ones(2),), {}, ["one"], backend=real_backend)
-    assert seen["built"] == seen["traced"] == pytest.approx(0.001)
-    assert seen["ran"] == pytest.approx(0.005)
-    assert sys.getswitchinterval() == pytest.approx(0.005)
 
 
 def test_a_thread_may_outlive_its_loop(real_backend):
@@ -648,7 +554,7 @@ def test_a_thread_may_outlive_its_loop(real_backend):
 
 _HANGS = """
 import sys, threading, anyio
-from asel.threads import quick_turns, run_in_thread
+from asel.threads import run_in_thread
 
 async def main():
     entered, left_behind = threading.Event(), []

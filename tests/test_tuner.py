@@ -860,19 +860,9 @@ async def test_compiling_keeps_to_its_slots(cores, slots, monkeypatch):
 class Lowering(Watched):
     """One that lowers, too."""
 
-    def __init__(self, compile_s: float = 1.0) -> None:
-        super().__init__(compile_s)
-        self.let_go: list[str] = []
-        self.gone = threading.Event()
-
     async def lower(self, trial):
         await self._step("lowering")
-
-        def release() -> None:
-            self.let_go.append(trial.cfg)
-            self.gone.set()
-
-        return Lowered(None, partial(self.compile, trial), release)
+        return Lowered(None, partial(self.compile, trial))
 
 
 @pytest.mark.anyio
@@ -887,61 +877,6 @@ async def test_one_candidate_is_lowered_at_a_time(tunes, monkeypatch):
             tasks.start_soon(Tuner(warmup=0, iters=1, measure=measure).tune, job)
     assert measure.most["lowering"] == 1
     assert measure.most["compiling"] > 1, "compiling does not wait for it"
-
-
-@pytest.mark.anyio
-async def test_the_next_candidate_is_lowered_while_one_is_compiled(monkeypatch):
-    """Lowering is the interpreter's work and compiling the compiler's: on two cores, one of each at a time."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    measure, start = Lowering(compile_s=2.0), anyio.current_time()
-    report = await Tuner(0, 1, measure=measure, strategy="exhaustive").tune(job_of("a", "b", "c", "d"))
-    assert (measure.most["lowering"], measure.most["compiling"]) == (1, 1)
-    assert anyio.current_time() - start == 1.0 + 4 * 2.0 + 4 * 1.0, "the first is waited for, and all samples"
-    assert [outcome.compile_s for outcome in report.outcomes] == [3.0] * 4, "waiting for a slot is no compiling"
-
-
-@pytest.mark.anyio
-async def test_a_measure_that_takes_turns_lowers_and_compiles_in_one(monkeypatch):
-    """A worker process does one thing at a time: a second one would have to be started to lower in."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-
-    class Desks(Lowering):
-        @asynccontextmanager
-        async def turn(self, charge):
-            self._now.update(["turn"])
-            self.most["turn"] = max(self.most["turn"], self._now["turn"])
-            yield self
-            self._now.subtract(["turn"])
-
-    measure = Desks()
-    async with anyio.create_task_group() as tasks:
-        for device in range(3):
-            job = job_of("a", "b", "c", device=device)
-            tasks.start_soon(Tuner(0, 1, measure=measure, strategy="exhaustive").tune, job)
-    assert measure.most["turn"] == 1
-
-
-@pytest.mark.anyio
-async def test_what_was_lowered_ahead_is_not_compiled_past_the_budget(monkeypatch):
-    """The budget is honoured within one compile: a candidate that waited for the slot until it was spent is skipped."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    measure = Lowering(compile_s=5.0)
-    tuner = Tuner(0, 1, measure=measure, strategy="exhaustive")
-    report = await tuner.tune(job := job_of("a", "b", "c", tune_budget_s=7.0))  # of which 5.25 s are for compiling
-    assert kinds(report.outcomes) == [Measured, Skipped, Skipped]
-    assert {outcome.reason for outcome in report.outcomes[1:]} == {
-        "the tune's budget of 7 s left no time to compile it"
-    }
-    assert job.spent_s == 1.0 + 5.0 + 1.0
-    assert measure.gone.wait(5)  # it is let go of in a thread, in real time
-    assert measure.let_go == ["b"]
-
-
-@pytest.mark.anyio
-async def test_one_candidate_is_tried_though_lowering_it_took_the_whole_budget():
-    """There is no answer otherwise."""
-    report = await Tuner(0, 1, measure=Lowering()).tune(job_of("a", "b", tune_budget_s=0.5))
-    assert kinds(report.outcomes) == [Measured, Skipped]
 
 
 # ---------------------------------------------------------------------------------------------
