@@ -280,6 +280,31 @@ def test_what_a_step_held_is_let_go_of_when_it_is_told(real_backend):
     assert anyio.run(main, backend=real_backend) is None
 
 
+def test_what_says_what_a_step_does_is_not_kept_either(real_backend):
+    """It may know the candidates by their programs; of a thread that was left behind, only what it was at is."""
+    gate, left_behind = Gate(), []
+
+    async def main():
+        back, big = anyio.Event(), Big()
+        seen = weakref.ref(big)
+        with anyio.move_on_after(0):
+            await run_in_thread(partial(_name_of, big), gate.work, left_behind=left_behind)
+        del big
+        assert seen() is not None
+        left_behind[0].when_done(back.set)
+        gate.open()
+        with anyio.fail_after(PATIENCE_S):
+            await back.wait()
+        return seen()
+
+    assert anyio.run(main, backend=real_backend) is None
+    assert left_behind[0].what == "measuring a Big"
+
+
+def _name_of(one) -> str:
+    return f"measuring a {type(one).__name__}"
+
+
 class Trouble(Exception):
     """An error that can be referred to weakly."""
 

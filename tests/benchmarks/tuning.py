@@ -165,9 +165,11 @@ def take_turns(case: Case, oracle: Oracle, turns: int, *tunes: Tune) -> list[Run
     """Return what asel's tunes and others took; None where a tuner is not installed."""
     tunes = (case.tune, *tunes)
     runs = [Run([], [], [], []) for _ in tunes]
-    for _ in range(turns):
+    in_turn = list(zip(tunes, runs, strict=True))
+    for turn in range(turns):
         oracle.watch(case.samples)
-        for tune, run in zip(tunes, runs, strict=True):
+        first = turn % len(tunes)  # another one each time: whoever goes first finds the machine as the oracle left it
+        for tune, run in in_turn[first:] + in_turn[:first]:
             if isinstance(tune, OneMore):
                 tune.prepare(case.family)
             gc.collect()
@@ -176,7 +178,8 @@ def take_turns(case: Case, oracle: Oracle, turns: int, *tunes: Tune) -> list[Run
                 run.chosen.append(tune(case.family))
                 run.seconds.append(perf_counter() - start)
                 run.cpu_s.append(process_time() - busy)
-                run.asel_s.append(runs[0].seconds[-1])
+        for run in runs:
+            run.asel_s.append(runs[0].seconds[-1])
     return [run if run.chosen else None for run in runs]
 
 
