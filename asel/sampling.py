@@ -132,15 +132,23 @@ def _note_all(job: TuneJob[Any], board: Board, ahead: deque[_Taken]) -> None:
 
 
 def _note(job: TuneJob[Any], board: Board, taken: _Taken) -> None:
-    index, runner, error = taken.index, job.runners[taken.index], taken.error
+    index, runner, error, seconds = taken.index, job.runners[taken.index], taken.error, 0.0
     if taken.during is not None:
         job.note_step(index, "measure", *taken.during)
-    if error is None and not 0 <= taken.seconds < math.inf:
-        error = ValueError(f"the measure returned {taken.seconds!r}, which is not a duration")
+    try:
+        seconds = _checked(taken.seconds)
+    except Exception as garbage:
+        error = garbage
     if error is None:
         runner.note_sample(taken.taken_s)
-        board.record(index, float(taken.seconds), taken.taken_s)
+        board.record(index, seconds, taken.taken_s)
     else:
         board.remove(index)
         job.fail(index, runner.started, "measure", error, runner.trial.left_behind)
         job.let_out(index)
+
+
+def _checked(seconds: float) -> float:
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"the measure returned {seconds!r}, which is not a duration")
+    return float(seconds)

@@ -216,15 +216,28 @@ async def test_who_hangs_in_a_series_times_out():
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
-async def test_what_is_not_a_duration_is_a_failure_in_a_series_too(seconds):
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "soon", None])
+@pytest.mark.parametrize("in_series", [True, False])
+async def test_what_is_not_a_duration_is_a_failure_however_it_is_taken(seconds, in_series):
+    """Garbage is the outcome of the candidate it is of, and breaks nobody else's tune."""
+
     class Odd(OnABench):
         async def series(self, samplers, taken, left_behind):
             await super().series(samplers, taken, left_behind)
             taken[:] = [(seconds if one.cfg == "c" else s, t) for one, (s, t) in zip(samplers, taken, strict=True)]
 
-    report = await Tuner(measure=Odd(ALIKE)).tune(job_of(*ALIKE))
-    assert (report.outcomes[2].stage, report.outcomes[2].error_type) == ("measure", "ValueError")
+    class OddAlone(ScriptedMeasure):
+        async def compile(self, trial):
+            sample = await super().compile(trial)
+
+            async def odd():
+                return seconds if trial.cfg == "c" else await sample()
+
+            return odd
+
+    report = await Tuner(measure=Odd(ALIKE) if in_series else OddAlone(ALIKE)).tune(job_of(*ALIKE))
+    assert report.outcomes[2].stage == "measure"
+    assert report.outcomes[2].error_type == ("ValueError" if isinstance(seconds, float) else "TypeError")
     assert sum(isinstance(one, Measured) for one in report.outcomes) == 5
 
 
