@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import anyio
+from anyio import CapacityLimiter
 
 from asel.checks import Check
 from asel.events import CandidateStart
@@ -16,41 +18,60 @@ from asel.lanes import LaneStuck, compile_slots, lowering
 from asel.measure import Measure, lower
 from asel.steps import STUCK, at_work, lanes, outcome_of_failing, step, turn
 from asel.threads import Busy, run_in_thread
+from asel.traffic import loop_traffic
 
 __all__ = ["check_all", "compile_all", "prove_all"]
 
 # Compiling may take so much of what is left of a budget: what is compiled and never measured was for nothing.
 _COMPILING = 0.75
+# How often the loop wakes at the end of a lowering: it may have to ask again and again for the interpreter, which a
+# thread that lowers has.
+_WAKES_LOWERING = 6
 
 
 async def compile_all(measure: Measure, job: TuneJob[Any], group: Sequence[int]) -> None:
     begun = (job.outcomes, job.runners, job.aliases, job.unproven)
     waiting = deque(index for index in group if not any(index in those for those in begun))
     until_s = job.spent_s + _COMPILING * (job.tune_budget_s - job.spent_s)
+    can_lower_ahead = hasattr(measure, "lower") and not hasattr(measure, "turn")  # a worker does one thing at a time
+
+    def is_late(index: int) -> bool:
+        """Note that there is no time left for a candidate: one is tried, whatever it took to begin."""
+        late = job.spent_s >= until_s and any(other != index for other, _ in job.steps)
+        if late:
+            job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it")
+        return late
 
     async def work() -> None:
         while waiting:
-            index = waiting.popleft()
-            if job.spent_s >= until_s and job.steps:  # one is tried, whatever it took to begin
-                job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it")
-            else:
-                await _compile(measure, job, index)
+            ahead = can_lower_ahead and loop_traffic().is_quiet
+            async with nullcontext() if ahead else compile_slots():
+                if waiting and not is_late(index := waiting.popleft()):
+                    await _compile(measure, job, index, compile_slots() if ahead else None, is_late)
 
+    # There may be one more than can be compiled at once: it is lowered meanwhile.
+    workers = int(compile_slots().total_tokens) + can_lower_ahead
     async with anyio.create_task_group() as tasks:
-        for _ in range(min(int(compile_slots().total_tokens), len(waiting))):
+        for _ in range(min(workers, len(waiting))):
             tasks.start_soon(work)
 
 
-async def _compile(measure: Measure, job: TuneJob[Any], index: int) -> None:
-    """Make a candidate ready to be sampled; or note that it is another's alias, or why it failed."""
+async def _compile(
+    measure: Measure, job: TuneJob[Any], index: int, slots: CapacityLimiter | None, is_late: Callable[[int], bool]
+) -> None:
+    """Make a candidate ready to be sampled; or note that it is another's alias, or why it failed.
+
+    With `slots` it is lowered ahead of its turn to be compiled.
+    """
     start, trial = anyio.current_time(), job.trial(index)
     job.tell(CandidateStart, index, start)
     with outcome_of_failing(job, index, start, trial):
-        async with compile_slots(), turn(measure, job) as desk:
+        async with turn(measure, job) as desk:
             # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
             async with lowering():
                 with step(job, index, "compile") as lowering_s:
                     lowered = await lower(desk, trial)
+            loop_traffic().woken_by_us(_WAKES_LOWERING)
             first = job.programs.setdefault(lowered.fingerprint or str(index), index)
             if first != index:
                 job.alias(index, first, start)
@@ -58,8 +79,12 @@ async def _compile(measure: Measure, job: TuneJob[Any], index: int) -> None:
             elif lowered.runs:
                 job.unproven[index] = Unproven(trial, lowered, start, lowering_s())
             else:
-                with step(job, index, "compile", lowering_s()) as compiling_s:
-                    sampler = await lowered.compile()
+                async with slots or nullcontext():
+                    if slots is not None and is_late(index):
+                        job.out.append(lowered)
+                        return
+                    with step(job, index, "compile", lowering_s()) as compiling_s, loop_traffic().watched():
+                        sampler = await lowered.compile()
                 job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
 
 

@@ -58,6 +58,7 @@ ARROW = [
     "benchmark",
     "checks",
     "meter",
+    "traffic",
     "jobs",
     "reporting",
     "parcels",

@@ -35,6 +35,7 @@ from asel.jobs import TuneJob
 from asel.keys import CacheKey, call_key
 from asel.measure import Lowered, Trial
 from asel.testing import RecordingSink, ScriptedMeasure
+from asel.traffic import LoopTraffic
 
 
 @pytest.fixture(autouse=True)
@@ -860,9 +861,19 @@ async def test_compiling_keeps_to_its_slots(cores, slots, monkeypatch):
 class Lowering(Watched):
     """One that lowers, too."""
 
+    def __init__(self, compile_s: float = 1.0) -> None:
+        super().__init__(compile_s)
+        self.let_go: list[str] = []
+        self.gone = threading.Event()
+
     async def lower(self, trial):
         await self._step("lowering")
-        return Lowered(None, partial(self.compile, trial))
+
+        def release() -> None:
+            self.let_go.append(trial.cfg)
+            self.gone.set()
+
+        return Lowered(None, partial(self.compile, trial), release)
 
 
 @pytest.mark.anyio
@@ -877,6 +888,91 @@ async def test_one_candidate_is_lowered_at_a_time(tunes, monkeypatch):
             tasks.start_soon(Tuner(warmup=0, iters=1, measure=measure).tune, job)
     assert measure.most["lowering"] == 1
     assert measure.most["compiling"] > 1, "compiling does not wait for it"
+
+
+@pytest.fixture(params=[True, False], ids=["quiet", "in use"])
+def is_quiet(request, monkeypatch):
+    """Two cores, and a loop that nobody else uses, or somebody does."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("asel.readying.loop_traffic", lambda: FixedTraffic(request.param))
+    return request.param
+
+
+class FixedTraffic(LoopTraffic):
+    def note(self, seconds, busy_s, woken):
+        """Learn nothing: in virtual time the real one has nothing to learn from."""
+
+
+@pytest.mark.anyio
+async def test_the_next_candidate_is_lowered_while_one_is_compiled_if_nobody_else_uses_the_loop(is_quiet):
+    """Lowering holds the interpreter, which a loop that serves others needs; a core is idle meanwhile if none does."""
+    measure, start = Lowering(compile_s=2.0), anyio.current_time()
+    report = await Tuner(0, 1, measure=measure, strategy="exhaustive").tune(job_of("a", "b", "c", "d"))
+    assert (measure.most["lowering"], measure.most["compiling"]) == (1, 1)
+    lowering_s = 1.0 if is_quiet else 4.0  # what of it is waited for
+    assert anyio.current_time() - start == lowering_s + 4 * 2.0 + 4 * 1.0
+    assert [outcome.compile_s for outcome in report.outcomes] == [3.0] * 4, "waiting for a slot is no compiling"
+
+
+@pytest.mark.anyio
+async def test_a_candidate_that_waits_for_its_slot_has_not_begun(is_quiet):
+    """What is told of it starts when it is lowered: until then it may still be skipped, or go to nobody."""
+    sink = RecordingSink()
+    await Tuner(0, 1, measure=Lowering(compile_s=2.0)).tune(job_of("a", "b", "c", emit=sink.emit))
+    started = [event.start for event in sink.named("candidate_start")]
+    assert [start - started[0] for start in started] == ([0.0, 0.0, 3.0] if is_quiet else [0.0, 3.0, 6.0])
+
+
+@pytest.mark.anyio
+async def test_a_measure_that_takes_turns_lowers_and_compiles_in_one(is_quiet):
+    """A worker process does one thing at a time: a second one would have to be started to lower in."""
+
+    class Desks(Lowering):
+        @asynccontextmanager
+        async def turn(self, charge):
+            self._now.update(["turn"])
+            self.most["turn"] = max(self.most["turn"], self._now["turn"])
+            yield self
+            self._now.subtract(["turn"])
+
+    measure = Desks()
+    async with anyio.create_task_group() as tasks:
+        for device in range(3):
+            job = job_of("a", "b", "c", device=device)
+            tasks.start_soon(Tuner(0, 1, measure=measure, strategy="exhaustive").tune, job)
+    assert measure.most["turn"] == 1
+
+
+@pytest.mark.anyio
+async def test_what_was_lowered_ahead_is_not_compiled_past_the_budget(is_quiet):
+    """The budget is honoured within one compile: a candidate that waited for the slot until it was spent is skipped."""
+    measure = Lowering(compile_s=5.0)
+    tuner = Tuner(0, 1, measure=measure, strategy="exhaustive")
+    report = await tuner.tune(job := job_of("a", "b", "c", tune_budget_s=7.0))  # of which 5.25 s are for compiling
+    late = "the tune's budget of 7 s left no time to compile it"
+    assert report.outcomes[1:] == (Skipped("b", late), Skipped("c", late))
+    assert job.spent_s == 1.0 + 5.0 + 1.0
+    if is_quiet:
+        assert measure.gone.wait(5)  # it is let go of in a thread, in real time
+    assert measure.let_go == (["b"] if is_quiet else [])
+
+
+@pytest.mark.anyio
+async def test_one_candidate_is_tried_though_lowering_it_took_the_whole_budget(is_quiet):
+    """There is no answer otherwise."""
+    report = await Tuner(0, 1, measure=Lowering()).tune(job_of("a", "b", tune_budget_s=0.5))
+    assert kinds(report.outcomes) == [Measured, Skipped]
+
+
+@pytest.mark.anyio
+async def test_cancelled_while_one_is_compiled_and_one_lowered_a_job_can_be_taken_up_again(is_quiet):
+    """Neither counts as begun, and each is compiled once by whoever goes on."""
+    measure, job = Lowering(compile_s=2.0), job_of("a", "b", "c")
+    with anyio.move_on_after(3.5):
+        await Tuner(0, 1, measure=measure).tune(job)
+    assert (sorted(job.runners), job.outcomes) == ([0], {})
+    report = await Tuner(0, 1, measure=measure).tune(job)
+    assert kinds(report.outcomes) == [Measured] * 3
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""Whether others use the loop: by how often its thread wakes, and how long it works, while ours is waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from itertools import count
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from asel import traffic
+from asel.threads import run_in_thread
+from asel.traffic import LoopTraffic, loop_traffic
+
+WATCH_S = 0.2
+
+
+def wait_in_a_thread() -> None:
+    threading.Event().wait(WATCH_S)
+
+
+async def watch() -> bool:
+    """Return whether a loop is quiet that was watched while a thread was waited for."""
+    with loop_traffic().watched():
+        await run_in_thread("waiting", wait_in_a_thread)
+    return loop_traffic().is_quiet
+
+
+async def watch_beside(neighbour) -> bool:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(neighbour)
+        quiet = await watch()
+        tasks.cancel_scope.cancel()
+    return quiet
+
+
+async def beats() -> None:
+    for _ in count():
+        await anyio.sleep(0.005)
+
+
+async def waits() -> None:
+    await anyio.sleep_forever()
+
+
+async def works() -> None:
+    """Keep the loop at work without ever letting its thread sleep, as a flood of requests does."""
+    for _ in count():
+        await checkpoint()
+
+
+def test_a_loop_that_nobody_else_uses_is_quiet(real_backend):
+    assert anyio.run(watch, backend=real_backend)
+
+
+def test_a_neighbour_that_waits_does_not_use_the_loop(real_backend):
+    """Ten thousand who wait for a tune are no traffic."""
+    assert anyio.run(watch_beside, waits, backend=real_backend)
+
+
+@pytest.mark.parametrize("neighbour", [beats, works])
+def test_a_loop_that_serves_someone_is_not_quiet(neighbour, real_backend):
+    """Be it woken often, or never let sleep."""
+    assert not anyio.run(watch_beside, neighbour, backend=real_backend)
+
+
+def test_what_we_do_meanwhile_is_no_traffic(real_backend):
+    """Steps of ours that end while another is watched are known, and so are their wakes."""
+
+    async def watch_beside_ours() -> tuple[bool, bool]:
+        async def ours(told: bool) -> None:
+            for _ in range(10):
+                await run_in_thread("passing by", partial(threading.Event().wait, 0.01))
+                if told:
+                    loop_traffic().woken_by_us(6)
+
+        quiet = []
+        for told in (False, True):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ours, told)
+                quiet.append(await watch())
+        return tuple(quiet)
+
+    assert anyio.run(watch_beside_ours, backend=real_backend) == (False, True)
+
+
+def test_each_loop_is_known_by_itself(real_backend):
+    async def known() -> bool:
+        return loop_traffic().is_quiet
+
+    assert anyio.run(watch, backend=real_backend)
+    assert not anyio.run(known, backend=real_backend)
+
+
+def test_a_loop_that_was_not_watched_long_enough_is_not_known_to_be_quiet():
+    """A task that is woken every few milliseconds would not be seen; short watches add up."""
+    loop = LoopTraffic()
+    loop.note(0.03, 0.0, 0)
+    assert not loop.is_quiet
+    loop.note(0.03, 0.0, 0)
+    assert loop.is_quiet
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "woken", "quiet"),
+    [(0.004, 1, True), (0.0, 2, False), (0.006, 0, False)],
+    ids=["seldom", "often", "long"],
+)
+def test_what_others_may_do_in_a_tenth_of_a_second(busy_s, woken, quiet):
+    loop = LoopTraffic(is_quiet=not quiet)
+    loop.note(0.1, busy_s, woken)
+    assert loop.is_quiet is quiet
+
+
+def test_what_was_seen_is_forgotten_with_each_verdict():
+    """Traffic that has ended is no reason to go on as if it had not."""
+    loop = LoopTraffic()
+    loop.note(0.1, 0.05, 50)
+    loop.note(0.1, 0.0, 0)
+    assert loop.is_quiet
+
+
+def test_where_threads_are_not_told_apart_no_loop_is_quiet(monkeypatch):
+    """Not every system counts by thread, and one in use must not be taken for a quiet one."""
+    monkeypatch.setattr(traffic, "_BY_THREAD", None)
+    loop = LoopTraffic()
+    with loop.watched():
+        start = time.perf_counter()
+        while time.perf_counter() - start < 0.06:
+            pass
+    assert not loop.is_quiet
