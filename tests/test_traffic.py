@@ -15,7 +15,7 @@ from asel import traffic
 from asel.threads import run_in_thread
 from asel.traffic import LoopTraffic, loop_traffic
 
-WATCH_S = 0.2
+WATCH_S = 0.1
 
 
 def wait_in_a_thread() -> None:
@@ -29,10 +29,16 @@ async def watch() -> bool:
     return loop_traffic().is_quiet
 
 
-async def watch_beside(neighbour) -> bool:
+async def is_mostly_quiet() -> bool:
+    """Tell what most of some watches find: a machine that stops for a moment may fool one of them, either way."""
+    found = [await watch() for _ in range(5)]
+    return sum(found) > 2
+
+
+async def is_mostly_quiet_beside(neighbour) -> bool:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(neighbour)
-        quiet = await watch()
+        quiet = await is_mostly_quiet()
         tasks.cancel_scope.cancel()
     return quiet
 
@@ -53,45 +59,38 @@ async def works() -> None:
 
 
 def test_a_loop_that_nobody_else_uses_is_quiet(real_backend):
-    assert anyio.run(watch, backend=real_backend)
+    assert anyio.run(is_mostly_quiet, backend=real_backend)
 
 
 def test_a_neighbour_that_waits_does_not_use_the_loop(real_backend):
     """Ten thousand who wait for a tune are no traffic."""
-    assert anyio.run(watch_beside, waits, backend=real_backend)
+    assert anyio.run(is_mostly_quiet_beside, waits, backend=real_backend)
 
 
 @pytest.mark.parametrize("neighbour", [beats, works])
 def test_a_loop_that_serves_someone_is_not_quiet(neighbour, real_backend):
     """Be it woken often, or never let sleep."""
-    assert not anyio.run(watch_beside, neighbour, backend=real_backend)
+    assert not anyio.run(is_mostly_quiet_beside, neighbour, backend=real_backend)
 
 
-def test_what_we_do_meanwhile_is_no_traffic(real_backend):
-    """Steps of ours that end while another is watched are known, and so are their wakes."""
+@pytest.mark.parametrize("known", [True, False])
+def test_what_we_do_meanwhile_is_no_traffic(known, real_backend):
+    """Steps of ours that end while another is watched are known, and so is how often the loop wakes for them."""
 
-    async def watch_beside_ours() -> tuple[bool, bool]:
-        async def ours(told: bool) -> None:
-            for _ in range(10):
-                await run_in_thread("passing by", partial(threading.Event().wait, 0.01))
-                if told:
-                    loop_traffic().woken_by_us(6)
+    async def steps() -> None:
+        for _ in count():
+            await run_in_thread("passing by", partial(threading.Event().wait, 0.01))
+            if known:
+                loop_traffic().woken_by_us(6)
 
-        quiet = []
-        for told in (False, True):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ours, told)
-                quiet.append(await watch())
-        return tuple(quiet)
-
-    assert anyio.run(watch_beside_ours, backend=real_backend) == (False, True)
+    assert anyio.run(is_mostly_quiet_beside, steps, backend=real_backend) is known
 
 
 def test_each_loop_is_known_by_itself(real_backend):
     async def known() -> bool:
         return loop_traffic().is_quiet
 
-    assert anyio.run(watch, backend=real_backend)
+    assert anyio.run(is_mostly_quiet, backend=real_backend)
     assert not anyio.run(known, backend=real_backend)
 
 
