@@ -62,6 +62,8 @@ class Board:
     """The samples again, those together that were taken in one round."""
     cost_s: float = 0.0
     """What sampling has taken."""
+    is_bridge: bool = False
+    """Whether earlier timings of others will be held against these, by way of the incumbent's."""
     _lost_to: dict[int, int | None] = field(default_factory=dict)
     _paired: dict[int, list[float]] | None = None
     _compared: int = 0  # how many of these are freed of what slowed their rounds
@@ -236,8 +238,12 @@ class Board:
 
         Whichever of the others were the best, the winner would clearly cost no more than a tie may; and those
         that would be preferred to it are clearly too slow. Or as much of that as is asked is known precisely.
+        Where earlier timings are to be held against these, how far the best is ahead of the incumbent matters,
+        not only that it is.
         """
         leader, winner = self.leader(), self.winner()
+        if self.is_bridge and self._doubt(leader, self.favourite) > PRECISE:
+            return False
         preferred = self._by_preference()
         asked = [(winner, index) for index in preferred if index != winner]
         asked += [(index, leader) for index in preferred[: preferred.index(winner)]]

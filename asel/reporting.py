@@ -105,9 +105,14 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
     then = job.known[incumbent]
     ratio = board.level(incumbent) / level(then.samples_s)
     reused = [i for i in job.reused if i not in job.outcomes]
+    # Those who were out then are out today, as long as one they lost to is there: they were sampled in few rounds, and
+    # beside the samples that others have of many more, in calmer and busier times, those may look better than they are.
+    stay_out = any(job.known[i].eliminated is None for i in reused)
     for index in reused:
         earlier = job.known[index]
         board.samples[index] = [seconds * ratio for seconds in earlier.samples_s]
+        if stay_out and earlier.eliminated is not None:
+            board.dropped[index] = earlier.eliminated
         job.outcomes[index] = replace(
             earlier,
             cfg=job.candidates[index],

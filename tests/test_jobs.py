@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from statistics import median
 
 import anyio
 import jax
@@ -425,6 +426,36 @@ async def test_a_new_candidate_costs_its_own_measurement_and_the_incumbents():
         (pytest.approx(0.2), True),
         (pytest.approx(0.3), False),
     ]
+
+
+def earlier(**samples: tuple[float, ...]) -> dict[int, Measured]:
+    """Return what a tune found; who has fewer samples than the first was out."""
+    most = len(next(iter(samples.values())))
+    outs = {cfg: None if len(taken) == most else len(taken) for cfg, taken in samples.items()}
+    return {
+        index: Measured(cfg, median(taken), taken, 1.0, eliminated=outs[cfg])
+        for index, (cfg, taken) in enumerate(samples.items())
+    }
+
+
+@pytest.mark.anyio
+async def test_who_was_out_then_is_out_today():
+    """It had but the first, calm rounds, beside which the others' samples of busier ones look slow."""
+    known = earlier(a=(0.3,) * 3 + (0.6,) * 9, b=(0.1,) * 3 + (0.2,) * 9, out=(0.15,) * 3)
+    job = job_of("a", "b", "out", "new", incumbent=0, known=known)
+    report = await Tuner(measure=ScriptedMeasure({"a": 0.3, "new": 0.2})).tune(job)
+    assert [o.reused for o in report.outcomes] == [False, True, True, False]
+    assert report.outcomes[2].median_s < report.outcomes[1].median_s, "so it looks"
+    assert report.winner == "b"
+
+
+@pytest.mark.anyio
+async def test_who_was_out_then_is_back_where_nobody_it_lost_to_is_left():
+    """The winner of then is no candidate any more: the best of those it beat may be better than all that are new."""
+    known = earlier(a=(0.3,) * 12, out=(0.1,) * 3)
+    job = job_of("a", "out", "new", incumbent=0, known=known)
+    report = await Tuner(measure=ScriptedMeasure({"a": 0.3, "new": 0.2})).tune(job)
+    assert report.winner == "out"
 
 
 @pytest.mark.anyio

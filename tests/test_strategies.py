@@ -220,6 +220,18 @@ def test_a_race_goes_on_until_the_order_is_settled():
     assert len(wild.samples[0]) > 10
 
 
+def test_a_new_candidate_is_known_as_well_as_old_timings_ask_for():
+    """They are held against it by way of the incumbent: that it is clearly faster than that one is not enough."""
+    off = Counter()
+    for seed in range(40):
+        for is_bridge in (False, True):
+            board = Board([0, 1], 0, is_bridge=is_bridge)
+            play_on(Race(), board, noisy([4e-3, 1e-3], 0.2, seed))
+            off[is_bridge] += abs(board.level(1) / board.level(0) * 4 - 1)
+            assert board.cost_s < 0.6 + 0.1, "however noisy it is"
+    assert off[True] < 0.5 * off[False]
+
+
 def test_a_race_takes_far_fewer_samples_than_trying_all():
     """That is what it is for."""
     truth = [1.0 + 0.3 * i for i in range(24)]
