@@ -62,8 +62,8 @@ class Board:
     """The samples again, those together that were taken in one round."""
     cost_s: float = 0.0
     """What sampling has taken."""
-    is_bridge: bool = False
-    """Whether earlier timings of others will be held against these, by way of the incumbent's."""
+    earlier_best: float | None = None
+    """The best that an earlier tune knows of others, as a part of what it knows of the incumbent."""
     _lost_to: dict[int, int | None] = field(default_factory=dict)
     _paired: dict[int, list[float]] | None = None
     _compared: int = 0  # how many of these are freed of what slowed their rounds
@@ -238,16 +238,22 @@ class Board:
 
         Whichever of the others were the best, the winner would clearly cost no more than a tie may; and those
         that would be preferred to it are clearly too slow. Or as much of that as is asked is known precisely.
-        Where earlier timings are to be held against these, how far the best is ahead of the incumbent matters,
-        not only that it is.
         """
         leader, winner = self.leader(), self.winner()
-        if self.is_bridge and self._doubt(leader, self.favourite) > PRECISE:
+        if not self._is_told_from_earlier(leader):
             return False
         preferred = self._by_preference()
         asked = [(winner, index) for index in preferred if index != winner]
         asked += [(index, leader) for index in preferred[: preferred.index(winner)]]
         return all(self._is_equal(*pair) or self._is_slower(*pair) or self._doubt(*pair) <= PRECISE for pair in asked)
+
+    def _is_told_from_earlier(self, leader: int) -> bool:
+        """Whether the leader is clearly ahead of what was timed earlier or behind it, by way of the incumbent."""
+        incumbent, best = self.incumbent, self.earlier_best
+        if best is None or incumbent is None or leader == incumbent or incumbent not in self.finalists:
+            return True
+        best_s, doubt = self.level(incumbent) * best, self._doubt(leader, incumbent)
+        return abs(self.level(leader) - best_s) > (MOST_TIE + SURE * doubt) * best_s or doubt <= PRECISE
 
     def _is_equal(self, index: int, best: int) -> bool:
         return self._over(index, best) + SURE * self._doubt(index, best) <= MOST_TIE

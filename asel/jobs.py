@@ -106,8 +106,8 @@ class TuneJob(Generic[Cfg]):
         self.aliases[index] = first
         self.tell(CandidateSkipped, index, start, reason=f"its program is that of {self.candidates[first]!r}")
 
-    def skip(self, index: int, reason: str) -> None:
-        self.tell(CandidateSkipped, index, anyio.current_time(), reason=reason)
+    def skip(self, index: int, reason: str, start: float | None = None) -> None:
+        self.tell(CandidateSkipped, index, anyio.current_time() if start is None else start, reason=reason)
         self.outcomes[index] = Skipped(self.candidates[index], reason)
 
     def fail(self, index: int, start: float, stage: Stage, error: BaseException, left_behind: list[Busy]) -> None:
@@ -179,6 +179,15 @@ class TuneJob(Generic[Cfg]):
             return []
         how = self.known[self.incumbent].how
         return [i for i, earlier in self.known.items() if i != self.incumbent and earlier.how == how]
+
+    @property
+    def earlier_best(self) -> float | None:
+        """The best of the earlier timings that stand in for new ones, as a part of the incumbent's of then."""
+        if not (reused := self.reused):
+            return None
+        assert self.incumbent is not None
+        then_s = level(self.known[self.incumbent].samples_s)
+        return min(level(self.known[i].samples_s) for i in reused) / then_s if then_s > 0 else None
 
     @property
     def yardstick_is_lost(self) -> bool:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import anyio
-from anyio import CapacityLimiter
 
 from asel.checks import Check
 from asel.events import CandidateStart
 from asel.jobs import Runner, TuneJob, Unproven
 from asel.lanes import LaneStuck, compile_slots, lowering
-from asel.measure import Measure, lower
+from asel.measure import Lowered, Measure, Sampler, lower
+from asel.outcomes import Failed
 from asel.steps import STUCK, at_work, lanes, outcome_of_failing, step, turn
 from asel.threads import Busy, run_in_thread
 from asel.traffic import loop_traffic
@@ -24,68 +24,99 @@ __all__ = ["check_all", "compile_all", "prove_all"]
 
 # Compiling may take so much of what is left of a budget: what is compiled and never measured was for nothing.
 _COMPILING = 0.75
-# How often the loop wakes at the end of a lowering: it may have to ask again and again for the interpreter, which a
-# thread that lowers has.
-_WAKES_LOWERING = 6
 
 
 async def compile_all(measure: Measure, job: TuneJob[Any], group: Sequence[int]) -> None:
     begun = (job.outcomes, job.runners, job.aliases, job.unproven)
-    waiting = deque(index for index in group if not any(index in those for those in begun))
-    until_s = job.spent_s + _COMPILING * (job.tune_budget_s - job.spent_s)
-    can_lower_ahead = hasattr(measure, "lower") and not hasattr(measure, "turn")  # a worker does one thing at a time
+    await _Compiling(measure, job, [index for index in group if not any(index in those for those in begun)]).run()
 
-    def is_late(index: int) -> bool:
-        """Note that there is no time left for a candidate: one is tried, whatever it took to begin."""
-        late = job.spent_s >= until_s and any(other != index for other, _ in job.steps)
+
+class _Compiling:
+    """Makes the candidates of a group ready to be sampled, one after the other in each of its slots.
+
+    While nobody else uses the loop, the next is lowered meanwhile: a thread that lowers has the interpreter.
+    """
+
+    def __init__(self, measure: Measure, job: TuneJob[Any], indices: Iterable[int]) -> None:
+        self._measure, self._job = measure, job
+        self._waiting = deque(indices)
+        self._compiled_now: set[int] = set()
+        self._until_s = job.spent_s + _COMPILING * (job.tune_budget_s - job.spent_s)
+        self._can_lower_ahead = hasattr(measure, "lower") and not hasattr(
+            measure, "turn"
+        )  # a worker does but one thing
+
+    async def run(self) -> None:
+        workers = int(compile_slots().total_tokens) + self._can_lower_ahead
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(workers, len(self._waiting))):
+                tasks.start_soon(self._work)
+
+    async def _work(self) -> None:
+        while self._waiting:
+            index = self._waiting.popleft()
+            ahead = self._can_lower_ahead and loop_traffic().is_quiet
+            async with nullcontext() if ahead else compile_slots():
+                start = anyio.current_time()
+                if not self._skipped_as_late(index, start):
+                    await self._make_ready(index, start, ahead)
+
+    def _skipped_as_late(self, index: int, start: float) -> bool:
+        """Skip a candidate for which there is no time left. One is tried, whatever it took to begin."""
+        job = self._job
+        failed = any(isinstance(outcome, Failed) for outcome in job.outcomes.values())
+        late = job.spent_s >= self._until_s and bool(job.runners or job.unproven or self._compiled_now or failed)
         if late:
-            job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it")
+            job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it", start)
         return late
 
-    async def work() -> None:
-        while waiting:
-            ahead = can_lower_ahead and loop_traffic().is_quiet
-            async with nullcontext() if ahead else compile_slots():
-                if waiting and not is_late(index := waiting.popleft()):
-                    await _compile(measure, job, index, compile_slots() if ahead else None, is_late)
+    async def _make_ready(self, index: int, start: float, ahead: bool) -> None:
+        """Have a candidate compiled; or note that it is another's alias, or why it failed."""
+        job, trial = self._job, self._job.trial(index)
+        job.tell(CandidateStart, index, start)
+        with outcome_of_failing(job, index, start, trial):
+            async with turn(self._measure, job) as desk:
+                # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
+                async with lowering():
+                    with step(job, index, "compile") as lowering_s, loop_traffic().expected():
+                        lowered = await lower(desk, trial)
+                program = lowered.fingerprint or str(index)
+                first = job.programs.setdefault(program, index)
+                if first != index:
+                    job.alias(index, first, start)
+                    job.out.append(lowered)
+                elif lowered.runs:
+                    job.unproven[index] = Unproven(trial, lowered, start, lowering_s())
+                else:
+                    async with self._slot(lowered) if ahead else nullcontext():
+                        if ahead and self._skipped_as_late(index, start):
+                            job.out.append(lowered)
+                            del job.programs[program]  # whose equals may still be tried, in another group
+                            return
+                        sampler, compiling_s = await self._compile(index, lowered, lowering_s())
+                    job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s)
 
-    # There may be one more than can be compiled at once: it is lowered meanwhile.
-    workers = int(compile_slots().total_tokens) + can_lower_ahead
-    async with anyio.create_task_group() as tasks:
-        for _ in range(min(workers, len(waiting))):
-            tasks.start_soon(work)
+    @asynccontextmanager
+    async def _slot(self, lowered: Lowered) -> AsyncIterator[None]:
+        """Wait for the turn of a program that was lowered ahead of it."""
+        try:
+            await compile_slots().acquire()
+        except BaseException:  # cancelled: whoever takes the job up lowers it again
+            self._job.out.append(lowered)
+            raise
+        try:
+            yield
+        finally:
+            compile_slots().release()
 
-
-async def _compile(
-    measure: Measure, job: TuneJob[Any], index: int, slots: CapacityLimiter | None, is_late: Callable[[int], bool]
-) -> None:
-    """Make a candidate ready to be sampled; or note that it is another's alias, or why it failed.
-
-    With `slots` it is lowered ahead of its turn to be compiled.
-    """
-    start, trial = anyio.current_time(), job.trial(index)
-    job.tell(CandidateStart, index, start)
-    with outcome_of_failing(job, index, start, trial):
-        async with turn(measure, job) as desk:
-            # The lock first and the clock after it: a neighbour that hangs costs nobody else's time.
-            async with lowering():
-                with step(job, index, "compile") as lowering_s:
-                    lowered = await lower(desk, trial)
-            loop_traffic().woken_by_us(_WAKES_LOWERING)
-            first = job.programs.setdefault(lowered.fingerprint or str(index), index)
-            if first != index:
-                job.alias(index, first, start)
-                job.out.append(lowered)
-            elif lowered.runs:
-                job.unproven[index] = Unproven(trial, lowered, start, lowering_s())
-            else:
-                async with slots or nullcontext():
-                    if slots is not None and is_late(index):
-                        job.out.append(lowered)
-                        return
-                    with step(job, index, "compile", lowering_s()) as compiling_s, loop_traffic().watched():
-                        sampler = await lowered.compile()
-                job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
+    async def _compile(self, index: int, lowered: Lowered, lowering_s: float) -> tuple[Sampler, float]:
+        self._compiled_now.add(index)
+        try:
+            with step(self._job, index, "compile", lowering_s) as compiling_s, loop_traffic().watched():
+                sampler = await lowered.compile()
+        finally:
+            self._compiled_now.discard(index)
+        return sampler, compiling_s()
 
 
 async def prove_all(job: TuneJob[Any], indices: Iterable[int]) -> None:

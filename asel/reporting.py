@@ -105,14 +105,11 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
     then = job.known[incumbent]
     ratio = board.level(incumbent) / level(then.samples_s)
     reused = [i for i in job.reused if i not in job.outcomes]
-    # Those who were out then are out today, as long as one they lost to is there: they were sampled in few rounds, and
-    # beside the samples that others have of many more, in calmer and busier times, those may look better than they are.
-    stay_out = any(job.known[i].eliminated is None for i in reused)
     for index in reused:
         earlier = job.known[index]
+        if (out := _out_as_then(job, earlier)) is not None:
+            board.dropped[index] = out
         board.samples[index] = [seconds * ratio for seconds in earlier.samples_s]
-        if stay_out and earlier.eliminated is not None:
-            board.dropped[index] = earlier.eliminated
         job.outcomes[index] = replace(
             earlier,
             cfg=job.candidates[index],
@@ -120,10 +117,25 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
             samples_s=tuple(board.samples[index]),
             compile_s=0.0,
             measure_s=0.0,
+            eliminated=out,
             alias_of=None,
             reused=True,
         )
     return reused if incumbent in comparable else []
+
+
+def _out_as_then(job: TuneJob[Any], earlier: Measured[Any]) -> int | None:
+    """Return the round in which a candidate dropped out then, if one that was faster in its rounds is here today.
+
+    Only in those: others have samples of later rounds too, which were calmer or busier.
+    """
+    if earlier.eliminated is None:
+        return None
+    count, taken_s = len(earlier.samples_s), level(earlier.samples_s)
+    lasted = [one for i in job.reused if (one := job.known[i]).eliminated is None]
+    rivals = [*lasted, job.known[job.incumbent]] if job.incumbent is not None else lasted
+    faster = any(level(one.samples_s[:count]) < taken_s for one in rivals)
+    return earlier.eliminated if faster else None
 
 
 def _comparable(job: TuneJob[Any]) -> list[int]:

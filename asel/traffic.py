@@ -1,7 +1,7 @@
 """Whether anyone else uses the event loop that a tune runs on.
 
 A thread that lowers a program holds the interpreter, and on a machine whose cores are all compiling it holds it for
-long. That is nobody's loss while the loop has no one else to serve.
+long. No task is late for that while the loop has no one else to serve.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from math import inf
 
 from anyio.lowlevel import RunVar
 
@@ -20,53 +20,74 @@ except ImportError:  # Windows has none
 
 __all__ = ["LoopTraffic", "loop_traffic"]
 
-# None where the system does not count by thread: for all we know the loop is in use there.
+# None where the system does not count by thread: for all we know a loop is always in use there.
 _BY_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
 # What is known of a shorter time is not enough: a task that is woken every few milliseconds would not be seen in it.
 _LEAST_S = 50e-3
+# What was seen longer ago than this says nothing of now.
+_FRESH_S = 1.0
 # The loop is quiet if others wake it no more often than this and keep it no longer than this part of the time. Whoever
 # comes so seldom is late for a few milliseconds once in many times.
 _QUIET_PER_S = 10
 _QUIET_PART = 0.05
-# How often it wakes for the end of what is awaited: it may have to ask for the interpreter, too.
+# How often it wakes for the end of a step of ours: it may have to ask for the interpreter, too.
 _WAKES = 2
 
 
-@dataclass(slots=True)
 class LoopTraffic:
     """How often and for how long others used a loop lately, as far as it was watched. Unknown is not quiet."""
 
-    is_quiet: bool = False
-    _ours: int = field(default=0, init=False)
-    _watched_s: float = field(default=0.0, init=False)
-    _busy_s: float = field(default=0.0, init=False)
-    _woken: int = field(default=0, init=False)
+    def __init__(self) -> None:
+        self._ours = 0
+        self._quiet_until = -inf
+        self._forget()
 
-    def woken_by_us(self, times: int) -> None:
-        """Note that a step of ours has ended, for which the loop woke so many times at the most."""
-        self._ours += times
+    def _forget(self) -> None:
+        self._watched_s = self._busy_s = 0.0
+        self._woken = 0
+        self._since = -inf
+
+    @property
+    def is_quiet(self) -> bool:
+        return time.perf_counter() < self._quiet_until
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch the loop while something is awaited that keeps none of its time."""
-        start, ours, (busy_s, woken) = time.perf_counter(), self._ours, _use_of_thread()
+    def expected(self) -> Iterator[None]:
+        """Have the loop woken for the end of a step of ours, which is no traffic for whoever watches it meanwhile."""
         try:
             yield
         finally:
+            self._ours += _WAKES
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the loop while the end of a step is awaited that keeps none of its time."""
+        start, ours, (busy_s, woken) = time.perf_counter(), self._ours, _use_of_thread()
+        try:
+            with self.expected():
+                yield
+        finally:
             busy_until_s, woken_until = _use_of_thread()
-            others = woken_until - woken - (self._ours - ours) - _WAKES
-            self.note(time.perf_counter() - start, busy_until_s - busy_s, max(0, others))
+            others = max(0, woken_until - woken - (self._ours - ours))
+            seconds = time.perf_counter() - start
+            # One that never slept was at work all the time; or nothing is counted here.
+            self.note(seconds, busy_until_s - busy_s if woken_until > woken else seconds, others)
 
     def note(self, seconds: float, busy_s: float, woken: int) -> None:
-        """Note that others kept the loop for `busy_s` of some seconds, and woke it so many times."""
+        """Note that others kept the loop for `busy_s` of the last `seconds`, and woke it so many times."""
+        now = time.perf_counter()
+        if now - seconds - self._since > _FRESH_S:
+            self._forget()
+        self._since = now
         self._watched_s += seconds
         self._busy_s += busy_s
         self._woken += woken
-        if self._watched_s >= _LEAST_S and _BY_THREAD is not None:
+        if self._watched_s >= _LEAST_S:
             seldom = self._woken <= _QUIET_PER_S * self._watched_s
-            self.is_quiet = seldom and self._busy_s <= _QUIET_PART * self._watched_s
-            self._watched_s, self._busy_s, self._woken = 0.0, 0.0, 0
+            is_quiet = seldom and self._busy_s <= _QUIET_PART * self._watched_s
+            self._quiet_until = now + _FRESH_S if is_quiet else -inf
+            self._forget()
 
 
 def _use_of_thread() -> tuple[float, int]:

@@ -178,7 +178,8 @@ class Tuner(Generic[Cfg]):
         """
         ready = [index for index in group if index in job.runners]
         if job.board is None:
-            job.board = Board([], job.incumbent, self.warmup, is_bridge=bool(job.reused))
+            job.board = Board([], job.incumbent, self.warmup)
+        job.board.earlier_best = job.earlier_best
         board, untried = job.board, f"the tune's budget of {job.tune_budget_s:g} s was spent"
         earlier = [index for index in board.candidates if index in job.runners and index not in ready]
         measured = False

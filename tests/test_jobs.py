@@ -459,6 +459,25 @@ async def test_who_was_out_then_is_back_where_nobody_it_lost_to_is_left():
 
 
 @pytest.mark.anyio
+async def test_who_was_out_then_is_back_where_the_others_of_today_are_slower_than_it_was():
+    """That one who lasted is here, of another tune, does not mean that it was that one who beat it."""
+    known = earlier(a=(0.5,) * 12, out=(0.16,) * 3, slow=(5.0,) * 12)
+    job = job_of("a", "out", "slow", "new", incumbent=0, known=known)
+    report = await Tuner(measure=ScriptedMeasure({"a": 0.5, "new": 0.6})).tune(job)
+    assert report.winner == "out"
+    assert report.outcomes[1].eliminated is None, "and so it is for the next tune"
+
+
+@pytest.mark.anyio
+async def test_who_lost_to_the_incumbent_stays_out():
+    known = earlier(a=(0.1,) * 3 + (0.2,) * 9, out=(0.15,) * 3)
+    job = job_of("a", "out", "new", incumbent=0, known=known)
+    report = await Tuner(measure=ScriptedMeasure({"a": 0.1, "new": 0.2})).tune(job)
+    assert report.winner == "a"
+    assert report.outcomes[1].eliminated == 3
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("stage", ["compile", "run"])
 async def test_without_the_incumbent_old_timings_are_taken_anew(stage):
     """What was measured earlier is read in the incumbent's terms; where it fails now, all are measured again."""

@@ -12,7 +12,7 @@ from kernels import BEST, COSTS, Blocks, Toy, call, scripted
 from test_spans import Store, chain_of, request
 
 from asel import AutotunePolicy, ConfigSelectorChain
-from asel.events import CallerLeft, ClaimWait, NoAnswer, StoreFailed
+from asel.events import CallerLeft, CandidateMeasured, ClaimWait, NoAnswer, StoreFailed
 from asel.keys import CacheKey
 from asel.telemetry import MetricsSink, Pipeline
 from asel.telemetry.metrics import _durations
@@ -129,6 +129,14 @@ def test_durations_have_buckets_from_a_microsecond_to_five_minutes():
 def test_error_type_is_there_on_failure_only(event, expected):
     """A label that is always there would double every series."""
     assert list(_durations(event)) == expected
+
+
+def test_what_waits_for_its_slot_is_not_compiled_meanwhile():
+    """The span of a candidate that was lowered ahead of its turn lasts until it is compiled; its metric is the work."""
+    facts = {"tune_id": "1", "index": 0, "cfg": Blocks(1), "median_s": 0.1, "samples": 3}
+    event = CandidateMeasured(key=KEY, start=0.0, end=9.0, compile_s=2.0, compiled=(0.0, 5.0), **facts)
+    [(name, seconds, labels)] = _durations(event)
+    assert (name, seconds, labels["asel.stage"]) == ("asel.candidate.duration", 2.0, "compile")
 
 
 @pytest.mark.timeout(60)

@@ -220,16 +220,37 @@ def test_a_race_goes_on_until_the_order_is_settled():
     assert len(wild.samples[0]) > 10
 
 
+def bridged(earlier_best, seed, new_s=1e-3) -> Board:
+    """Race a new candidate with an incumbent of 4 ms, beside the best of earlier timings as a part of the latter."""
+    board = Board([0, 1], 0, earlier_best=earlier_best)
+    play_on(Race(), board, noisy([4e-3, new_s], 0.2, seed))
+    return board
+
+
 def test_a_new_candidate_is_known_as_well_as_old_timings_ask_for():
     """They are held against it by way of the incumbent: that it is clearly faster than that one is not enough."""
     off = Counter()
     for seed in range(40):
-        for is_bridge in (False, True):
-            board = Board([0, 1], 0, is_bridge=is_bridge)
-            play_on(Race(), board, noisy([4e-3, 1e-3], 0.2, seed))
-            off[is_bridge] += abs(board.level(1) / board.level(0) * 4 - 1)
+        for earlier_best in (None, 0.25):
+            board = bridged(earlier_best, seed)
+            off[earlier_best] += abs(board.level(1) / board.level(0) * 4 - 1)
             assert board.cost_s < 0.6 + 0.1, "however noisy it is"
-    assert off[True] < 0.5 * off[False]
+    assert off[0.25] < 0.5 * off[None]
+
+
+@pytest.mark.parametrize(("earlier_best", "new_s"), [(0.05, 1e-3), (0.9, 1e-3), (0.25, 8e-3)])
+def test_a_new_candidate_that_is_clearly_no_rival_to_old_ones_costs_no_more(earlier_best, new_s):
+    """Far slower than the best of them, or far faster; or behind the incumbent, which has been here before."""
+    for seed in range(10):
+        assert bridged(earlier_best, seed, new_s).cost_s < 2 * bridged(None, seed, new_s).cost_s
+
+
+@pytest.mark.parametrize("level_s", [0.0, 1e-3])
+def test_old_timings_of_nothing_are_nothing_to_be_told_from(level_s):
+    """A timer that saw nothing of them says nothing of how far they are."""
+    board = Board([0, 1], 0, earlier_best=0.0)
+    play_on(Race(), board, lambda index: level_s)
+    assert board.is_settled
 
 
 def test_a_race_takes_far_fewer_samples_than_trying_all():

@@ -899,8 +899,13 @@ def is_quiet(request, monkeypatch):
 
 
 class FixedTraffic(LoopTraffic):
-    def note(self, seconds, busy_s, woken):
-        """Learn nothing: in virtual time the real one has nothing to learn from."""
+    """In virtual time the real one has nothing to learn from."""
+
+    is_quiet = False
+
+    def __init__(self, is_quiet: bool) -> None:
+        super().__init__()
+        self.is_quiet = is_quiet
 
 
 @pytest.mark.anyio
@@ -965,14 +970,76 @@ async def test_one_candidate_is_tried_though_lowering_it_took_the_whole_budget(i
 
 
 @pytest.mark.anyio
-async def test_cancelled_while_one_is_compiled_and_one_lowered_a_job_can_be_taken_up_again(is_quiet):
-    """Neither counts as begun, and each is compiled once by whoever goes on."""
+async def test_one_candidate_is_tried_though_the_budget_went_into_lowering_while_another_had_the_slot(is_quiet):
+    """That others were lowered is no answer either."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(Tuner(0, 1, measure=Lowering(compile_s=20.0)).tune, job_of("hog", device=H100))
+        await anyio.sleep(1.5)  # virtual: by now the slot is taken
+        report = await Tuner(0, 1, measure=Lowering()).tune(job_of("a", "b", "c", tune_budget_s=1.5))
+    assert kinds(report.outcomes) == [Measured, Skipped, Skipped]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("after_s", [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
+async def test_cancelled_at_any_step_a_job_can_be_taken_up_again(after_s, is_quiet):
+    """What was not compiled is not begun; and what was lowered ahead is let go of, and lowered again."""
     measure, job = Lowering(compile_s=2.0), job_of("a", "b", "c")
-    with anyio.move_on_after(3.5):
+    with anyio.move_on_after(after_s):
         await Tuner(0, 1, measure=measure).tune(job)
-    assert (sorted(job.runners), job.outcomes) == ([0], {})
+    assert not job.outcomes
     report = await Tuner(0, 1, measure=measure).tune(job)
     assert kinds(report.outcomes) == [Measured] * 3
+    waited = {2.5: ["b"], 4.5: ["c"]}.get(after_s, []) if is_quiet else []
+    assert measure.gone.wait(5 if waited else 0) is bool(waited)  # it is let go of in a thread, in real time
+    assert measure.let_go == waited
+
+
+@pytest.mark.anyio
+async def test_a_job_whose_budget_went_before_anything_was_compiled_still_tries_one(is_quiet):
+    """Whoever takes it up has no answer otherwise."""
+    job = job_of("a", "b", tune_budget_s=1.5)
+    with anyio.move_on_after(2.5):
+        await Tuner(0, 1, measure=Lowering(compile_s=100.0)).tune(job)
+    report = await Tuner(0, 1, measure=Lowering()).tune(job)
+    assert kinds(report.outcomes) == [Measured, Skipped]
+
+
+@pytest.mark.anyio
+async def test_a_program_that_was_lowered_and_skipped_is_nobodys_first(is_quiet):
+    """The next group may have an equal one, and time to compile it."""
+
+    class Equals(Lowering):
+        async def lower(self, trial):
+            lowered = await super().lower(trial)
+            return replace(lowered, fingerprint="a" if trial.cfg == "a" else "equal")
+
+        async def compile(self, trial):
+            sample = await super().compile(trial)
+            if trial.cfg == "a":
+                raise ValueError("no")
+            return sample
+
+    job = job_of("a", "b", "c", groups=((1, 0), (1, 0), (0, 0)), tune_budget_s=9.0)
+    report = await Tuner(0, 1, measure=Equals(compile_s=6.0)).tune(job)
+    assert kinds(report.outcomes) == [Failed, Skipped, Measured]
+
+
+@pytest.mark.anyio
+async def test_a_tune_that_is_ready_does_not_wait_for_other_tunes_slots(is_quiet):
+    """Its last candidate is compiled; that others still queue for theirs is not its business."""
+    ready_s = {}
+
+    async def tune(name: str, count: int) -> None:
+        job = job_of(*range(count), device=name)
+        await Tuner(0, 1, measure=Lowering(compile_s=10.0), strategy="exhaustive").tune(job)
+        ready_s[name] = anyio.current_time() - max(
+            end for (_, step), (_, end) in job.steps.items() if step == "compile"
+        )
+
+    async with anyio.create_task_group() as tasks:
+        for name, count in {"first": 2, "second": 4, "third": 4, "fourth": 4}.items():
+            tasks.start_soon(tune, name, count)
+    assert ready_s == {"first": 2.0, "second": 4.0, "third": 4.0, "fourth": 4.0}, "a second for each sample"
 
 
 # ---------------------------------------------------------------------------------------------

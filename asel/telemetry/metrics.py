@@ -198,11 +198,12 @@ def _durations(event: Event) -> Iterator[tuple[str, float, dict[str, str | None]
         steps = {"compile": event.compiled, "measure": event.measured}
         if failed is not None:
             steps[failed] = steps.get(failed) or (event.start, event.end)
-        for stage, when in steps.items():
-            if when is not None:
-                error = event.error_type if isinstance(event, CandidateFailed) and stage == failed else None
-                labels = {"asel.op": op, "asel.stage": stage, "error.type": error}
-                yield "asel.candidate.duration", when[1] - when[0], labels
+        took = {stage: when[1] - when[0] for stage, when in steps.items() if when is not None}
+        if isinstance(event, CandidateMeasured) and "compile" in took:
+            took["compile"] = event.compile_s  # one that is lowered ahead of its turn waits for that in between
+        for stage, seconds in took.items():
+            error = event.error_type if isinstance(event, CandidateFailed) and stage == failed else None
+            yield "asel.candidate.duration", seconds, {"asel.op": op, "asel.stage": stage, "error.type": error}
     elif isinstance(event, WinnerFailed):
         yield "asel.candidate.duration", took_s, {"asel.op": op, "asel.stage": "run", "error.type": event.error_type}
     elif isinstance(event, StoreFailed):
