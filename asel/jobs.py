@@ -181,15 +181,6 @@ class TuneJob(Generic[Cfg]):
         return [i for i, earlier in self.known.items() if i != self.incumbent and earlier.how == how]
 
     @property
-    def earlier_best(self) -> float | None:
-        """The best of the earlier timings that stand in for new ones, as a part of the incumbent's of then."""
-        if not (reused := self.reused):
-            return None
-        assert self.incumbent is not None
-        then_s = level(self.known[self.incumbent].samples_s)
-        return min(level(self.known[i].samples_s) for i in reused) / then_s if then_s > 0 else None
-
-    @property
     def yardstick_is_lost(self) -> bool:
         """Whether the incumbent, which earlier timings are held against, failed or is not timed as it was."""
         if not self.reused:

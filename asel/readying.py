@@ -14,7 +14,7 @@ from asel.checks import Check
 from asel.events import CandidateStart
 from asel.jobs import Runner, TuneJob, Unproven
 from asel.lanes import LaneStuck, compile_slots, lowering
-from asel.measure import Lowered, Measure, Sampler, lower
+from asel.measure import Lowered, Measure, lower
 from asel.outcomes import Failed
 from asel.steps import STUCK, at_work, lanes, outcome_of_failing, step, turn
 from asel.threads import Busy, run_in_thread
@@ -40,11 +40,10 @@ class _Compiling:
     def __init__(self, measure: Measure, job: TuneJob[Any], indices: Iterable[int]) -> None:
         self._measure, self._job = measure, job
         self._waiting = deque(indices)
-        self._compiled_now: set[int] = set()
+        self._lowered: dict[int, None] = {}  # those that are compiled, or wait for it, in the order they were lowered
         self._until_s = job.spent_s + _COMPILING * (job.tune_budget_s - job.spent_s)
-        self._can_lower_ahead = hasattr(measure, "lower") and not hasattr(
-            measure, "turn"
-        )  # a worker does but one thing
+        # One that takes turns does one thing at a time, as a worker process does.
+        self._can_lower_ahead = hasattr(measure, "lower") and not hasattr(measure, "turn")
 
     async def run(self) -> None:
         workers = int(compile_slots().total_tokens) + self._can_lower_ahead
@@ -65,7 +64,8 @@ class _Compiling:
         """Skip a candidate for which there is no time left. One is tried, whatever it took to begin."""
         job = self._job
         failed = any(isinstance(outcome, Failed) for outcome in job.outcomes.values())
-        late = job.spent_s >= self._until_s and bool(job.runners or job.unproven or self._compiled_now or failed)
+        is_first = index == next(iter(self._lowered), index)
+        late = job.spent_s >= self._until_s and bool(job.runners or job.unproven or failed or not is_first)
         if late:
             job.skip(index, f"the tune's budget of {job.tune_budget_s:g} s left no time to compile it", start)
         return late
@@ -88,13 +88,18 @@ class _Compiling:
                 elif lowered.runs:
                     job.unproven[index] = Unproven(trial, lowered, start, lowering_s())
                 else:
-                    async with self._slot(lowered) if ahead else nullcontext():
-                        if ahead and self._skipped_as_late(index, start):
-                            job.out.append(lowered)
-                            del job.programs[program]  # whose equals may still be tried, in another group
-                            return
-                        sampler, compiling_s = await self._compile(index, lowered, lowering_s())
-                    job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s)
+                    self._lowered[index] = None
+                    try:
+                        async with self._slot(lowered) if ahead else nullcontext():
+                            if ahead and self._skipped_as_late(index, start):
+                                job.out.append(lowered)
+                                del job.programs[program]  # whose equals may still be tried, in another group
+                                return
+                            with step(job, index, "compile", lowering_s()) as compiling_s, loop_traffic().watched():
+                                sampler = await lowered.compile()
+                        job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
+                    finally:
+                        del self._lowered[index]
 
     @asynccontextmanager
     async def _slot(self, lowered: Lowered) -> AsyncIterator[None]:
@@ -108,15 +113,6 @@ class _Compiling:
             yield
         finally:
             compile_slots().release()
-
-    async def _compile(self, index: int, lowered: Lowered, lowering_s: float) -> tuple[Sampler, float]:
-        self._compiled_now.add(index)
-        try:
-            with step(self._job, index, "compile", lowering_s) as compiling_s, loop_traffic().watched():
-                sampler = await lowered.compile()
-        finally:
-            self._compiled_now.discard(index)
-        return sampler, compiling_s()
 
 
 async def prove_all(job: TuneJob[Any], indices: Iterable[int]) -> None:

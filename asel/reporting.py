@@ -16,7 +16,7 @@ from asel.kernel import Cfg
 from asel.keys import Objective, config_form
 from asel.outcomes import Failed, Measured, Outcome, Skipped, TuneReport
 
-__all__ = ["report_on", "sentence", "timings_in"]
+__all__ = ["earlier_best", "report_on", "sentence", "timings_in"]
 
 
 def timings_in(
@@ -26,7 +26,7 @@ def timings_in(
     found: dict[Any, Measured[Cfg]] = {}
     for report in reports:
         if report.environment == software and report.objective == objective:
-            found.update({config_form(o.cfg): o for o in report.outcomes if isinstance(o, Measured)})
+            found.update({config_form(o.cfg): o for o in report.outcomes if isinstance(o, Measured) and o.samples_s})
     forms = map(config_form, candidates) if found else ()
     return {i: found[form] for i, form in enumerate(forms) if form in found}
 
@@ -97,17 +97,25 @@ def _margin(board: Board, winner: int, incumbent: int | None) -> float:
     return 1 - board.level(winner) / board.level(incumbent)
 
 
+def earlier_best(job: TuneJob[Any]) -> float | None:
+    """Return the best of the earlier timings that may win, as a part of the incumbent's of then."""
+    those = [job.known[i] for i in _reused(job)]
+    parts = [level(one.samples_s) / _yardstick_s(job, one) for one in those if _out_as_then(job, one) is None]
+    return min(parts, default=None)
+
+
 def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
     """Put earlier timings on the board, in today's terms; return those that may win, as the incumbent may."""
     board, incumbent = job.board, job.incumbent
-    if board is None or incumbent is None or not job.reused or not board.samples.get(incumbent):
+    if board is None or incumbent is None or not board.samples.get(incumbent):
         return []
-    then = job.known[incumbent]
-    ratio = board.level(incumbent) / level(then.samples_s)
-    reused = [i for i in job.reused if i not in job.outcomes]
-    for index in reused:
+    reused = _reused(job)
+    outs = {index: _out_as_then(job, job.known[index]) for index in reused}
+    today_s = board.level(incumbent)
+    for index, out in outs.items():
         earlier = job.known[index]
-        if (out := _out_as_then(job, earlier)) is not None:
+        ratio = today_s / _yardstick_s(job, earlier)
+        if out is not None:
             board.dropped[index] = out
         board.samples[index] = [seconds * ratio for seconds in earlier.samples_s]
         job.outcomes[index] = replace(
@@ -124,17 +132,30 @@ def _reuse(job: TuneJob[Cfg], comparable: list[int]) -> list[int]:
     return reused if incumbent in comparable else []
 
 
-def _out_as_then(job: TuneJob[Any], earlier: Measured[Any]) -> int | None:
-    """Return the round in which a candidate dropped out then, if one that was faster in its rounds is here today.
+def _reused(job: TuneJob[Any]) -> list[int]:
+    return [i for i in job.reused if i not in job.outcomes]
 
-    Only in those: others have samples of later rounds too, which were calmer or busier.
-    """
+
+def _rounds(earlier: Measured[Any]) -> int | None:
+    """Return in how many rounds a candidate was that dropped out; None: in all, or in those of another tune."""
+    return None if earlier.eliminated is None or earlier.reused else len(earlier.samples_s)
+
+
+def _yardstick_s(job: TuneJob[Any], earlier: Measured[Any]) -> float:
+    """Return the incumbent's level of then, in the rounds that a candidate was in: later ones are calmer or busier."""
+    assert job.incumbent is not None
+    then = job.known[job.incumbent].samples_s
+    return level(then[: _rounds(earlier)]) or level(then)
+
+
+def _out_as_then(job: TuneJob[Any], earlier: Measured[Any]) -> int | None:
+    """Return the round in which a candidate dropped out then, if one that was faster in its rounds is here today."""
     if earlier.eliminated is None:
         return None
-    count, taken_s = len(earlier.samples_s), level(earlier.samples_s)
-    lasted = [one for i in job.reused if (one := job.known[i]).eliminated is None]
-    rivals = [*lasted, job.known[job.incumbent]] if job.incumbent is not None else lasted
-    faster = any(level(one.samples_s[:count]) < taken_s for one in rivals)
+    lasted = [one.samples_s for i in _reused(job) if (one := job.known[i]).eliminated is None]
+    assert job.incumbent is not None
+    rivals = [*lasted, job.known[job.incumbent].samples_s]
+    faster = any(level(samples[: _rounds(earlier)]) < level(earlier.samples_s) for samples in rivals)
     return earlier.eliminated if faster else None
 
 

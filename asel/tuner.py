@@ -25,7 +25,7 @@ from asel.measure import Measure
 from asel.outcomes import Failed, TuneReport
 from asel.processes import ProcessMeasure
 from asel.readying import check_all, compile_all, prove_all
-from asel.reporting import report_on, sentence
+from asel.reporting import earlier_best, report_on, sentence
 from asel.sampling import follow
 from asel.steps import STUCK, timed
 from asel.strategies import Exhaustive, Race, Sample, Step, Strategy
@@ -179,7 +179,7 @@ class Tuner(Generic[Cfg]):
         ready = [index for index in group if index in job.runners]
         if job.board is None:
             job.board = Board([], job.incumbent, self.warmup)
-        job.board.earlier_best = job.earlier_best
+        job.board.earlier_best = earlier_best(job)
         board, untried = job.board, f"the tune's budget of {job.tune_budget_s:g} s was spent"
         earlier = [index for index in board.candidates if index in job.runners and index not in ready]
         measured = False

@@ -81,7 +81,7 @@ def test_what_we_do_meanwhile_is_no_traffic(known, real_backend):
     async def steps() -> None:
         for _ in count():
             with loop_traffic().expected() if known else nullcontext():
-                await run_in_thread("passing by", partial(threading.Event().wait, 0.01))
+                await run_in_thread("passing by", partial(threading.Event().wait, 0.025))
 
     assert anyio.run(is_mostly_quiet_beside, steps, backend=real_backend) is known
 

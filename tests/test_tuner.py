@@ -980,6 +980,18 @@ async def test_one_candidate_is_tried_though_the_budget_went_into_lowering_while
 
 
 @pytest.mark.anyio
+async def test_nothing_more_is_lowered_past_the_budget_while_the_first_waits_for_its_slot(is_quiet):
+    """Though nothing is compiled yet: the one that waits will be."""
+    modest = Lowering()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(Tuner(0, 1, measure=Lowering(compile_s=20.0)).tune, job_of("hog", device=H100))
+        await anyio.sleep(1.5)  # virtual: by now the slot is taken
+        job = job_of(*"abcdefgh", tune_budget_s=3.0)
+        await Tuner(0, 1, measure=modest).tune(job)
+    assert job.spent_s < 6.0, "three were lowered, one compiled and sampled"
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("after_s", [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
 async def test_cancelled_at_any_step_a_job_can_be_taken_up_again(after_s, is_quiet):
     """What was not compiled is not begun; and what was lowered ahead is let go of, and lowered again."""

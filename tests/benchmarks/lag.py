@@ -4,10 +4,10 @@ A heartbeat sleeps 5 ms at a time, and what it oversleeps is the lag. Beside it 
 interpreter's own garbage collector, which nobody's threads can do without. The floor is the same heartbeat while
 another program compiles the same candidates: nothing of that is on the loop, so it is late because the machine is
 busy, with that and with what its neighbours do. A p99 over its budget is the machine's where the floor's is over it
-too, and asel's is no more than a quarter above that. A single beat is the machine's where a second heartbeat, in a
-program that does nothing else, missed the same moment: nothing that asel does to its own loop stops that one. All take
-turns; shown is the median of their p99 and p50, the worst of their maxima, and the worst that was theirs alone. Exits
-with 1 if a budget is exceeded.
+too, and asel's is no more than a quarter above that. What a single beat is late is the machine's for as long as a
+second heartbeat was late, too, in a program that does nothing else: asel's threads can take its core for a few
+milliseconds, and the interpreter not at all. All take turns; shown is the median of their p99 and p50, the worst of
+their maxima, and the worst that was theirs alone. Exits with 1 if a budget is exceeded.
 """
 
 from __future__ import annotations
