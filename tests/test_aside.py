@@ -185,15 +185,17 @@ async def test_a_slow_sink_delays_neither_another_slow_sink_nor_telemetry(monkey
 
     emit = works.emit
     works.emit = lambda event: (emit(event), count(event))
-    async with chain_of(stands, works, *captured.sinks, close_grace_s=0.02) as chain:
-        for _ in range(20):
-            await chain.choose(call(), TOY)
-        await until(told)
-        assert await anyio.to_thread.run_sync(pipeline.flush, PATIENCE_S)
-        assert len(stands.events) == 2
-        assert [span.name for span in captured.spans].count("asel.choose") == 20
-    assert works.names[-1] == "closed"
-    stands.gate.set()
+    try:
+        async with chain_of(stands, works, *captured.sinks, close_grace_s=1.0) as chain:
+            for _ in range(20):
+                await chain.choose(call(), TOY)
+            await until(told)
+            assert await anyio.to_thread.run_sync(pipeline.flush, PATIENCE_S)
+            assert len(stands.events) == 2
+            assert [span.name for span in captured.spans].count("asel.choose") == 20
+        assert works.names[-1] == "closed"
+    finally:
+        stands.gate.set()
 
 
 @pytest.mark.anyio
