@@ -99,8 +99,9 @@ def _margin(board: Board, winner: int, incumbent: int | None) -> float:
 
 def earlier_best(job: TuneJob[Any]) -> float | None:
     """Return the best of the earlier timings that may win, as a part of the incumbent's of then."""
-    those = [job.known[i] for i in _reused(job)]
-    parts = [level(one.samples_s) / _yardstick_s(job, one) for one in those if _out_as_then(job, one) is None]
+    those = [one for i in _reused(job) if _out_as_then(job, one := job.known[i]) is None]
+    # None where the timer saw nothing of the incumbent: it is no yardstick, and all are measured anew.
+    parts = [level(one.samples_s) / then_s for one in those if (then_s := _yardstick_s(job, one)) > 0]
     return min(parts, default=None)
 
 

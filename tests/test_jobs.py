@@ -499,6 +499,18 @@ async def test_who_is_barred_today_keeps_nobody_out():
     assert report.winner == "out"
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("then", [(0.0,) * 12, (0.0,) * 3 + (0.1,) * 9])
+async def test_an_incumbent_that_the_timer_did_not_see_then_is_no_yardstick(then):
+    """All are measured anew where nothing was seen of it; where it was in some rounds only, those tell."""
+    known = earlier(a=then, b=(0.2,) * 12, out=(0.3,) * 3)
+    job = job_of("a", "b", "out", "new", incumbent=0, known=known)
+    report = await Tuner(measure=ScriptedMeasure({"a": 0.1, "b": 0.05, "out": 0.3, "new": 0.4})).tune(job)
+    seen = any(then)
+    assert [o.reused for o in report.outcomes] == [False, seen, seen, False]
+    assert report.winner == ("a" if seen else "b")
+
+
 def test_a_timing_without_samples_is_none():
     """A record that was written by hand, or by another program, is no reason for a tune to fail."""
     report = TuneReport(CacheKey("d", "op", "key"), "a", (Measured("a", 0.1, (), 1.0),), 1.0, {})
