@@ -201,7 +201,7 @@ class TuneJob(Generic[Cfg]):
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """A candidate that is lowered, and has to run to be compiled."""
+    """A candidate that is lowered, and not known to compile, or to run where it cannot be compiled."""
 
     trial: Trial[Any]
     lowered: Lowered

@@ -82,24 +82,29 @@ class _Compiling:
                         lowered = await lower(desk, trial)
                 program = lowered.fingerprint or str(index)
                 first = job.programs.setdefault(program, index)
+                one = Unproven(trial, lowered, start, lowering_s())
                 if first != index:
                     job.alias(index, first, start)
                     job.out.append(lowered)
                 elif lowered.runs:
-                    job.unproven[index] = Unproven(trial, lowered, start, lowering_s())
-                else:
-                    self._lowered[index] = None
-                    try:
-                        async with self._slot(lowered) if ahead else nullcontext():
-                            if ahead and self._skipped_as_late(index, start):
-                                job.out.append(lowered)
-                                del job.programs[program]  # whose equals may still be tried, in another group
-                                return
-                            with step(job, index, "compile", lowering_s()) as compiling_s, loop_traffic().watched():
-                                sampler = await lowered.compile()
-                        job.runners[index] = Runner(trial, sampler, start, lowering_s() + compiling_s())
-                    finally:
-                        del self._lowered[index]
+                    job.unproven[index] = one
+                elif not await self._compile(index, one, ahead):
+                    del job.programs[program]  # whose equals may still be tried, in another group
+
+    async def _compile(self, index: int, one: Unproven, ahead: bool) -> bool:
+        """Compile a candidate in its turn; False if that came too late."""
+        self._lowered[index] = None
+        try:
+            async with self._slot(one.lowered) if ahead else nullcontext():
+                if ahead and self._skipped_as_late(index, one.started):
+                    self._job.out.append(one.lowered)
+                    return False
+                with step(self._job, index, "compile", one.lowering_s) as compiling_s, loop_traffic().watched():
+                    sampler = await one.lowered.compile()
+            self._job.runners[index] = Runner(one.trial, sampler, one.started, one.lowering_s + compiling_s())
+            return True
+        finally:
+            del self._lowered[index]
 
     @asynccontextmanager
     async def _slot(self, lowered: Lowered) -> AsyncIterator[None]:
