@@ -1,26 +1,49 @@
-"""Caches on the move: out of one store as a document, into another, and away with what is old."""
+"""Caches on the move: out of one store as a document, into another, and away with what is old.
+
+Records pass in bounded pages, and whatever takes long is done in a thread: however large a cache is, the event loop
+goes on. Only `export` has all records in memory, since it returns them.
+"""
 
 from __future__ import annotations
 
 import datetime
-import json
+import os
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
 
-import anyio
-
-from asel.errors import InvalidRequestError
-from asel.stores.document import records_in
-from asel.stores.protocol import Store
-from asel.stores.records import SCHEMA, Address, Record, RecordError
+from asel.errors import InvalidRequestError, StoreError
+from asel.stores import records
+from asel.stores.document_format import (
+    FOOTER,
+    Contents,
+    Found,
+    bare_lines,
+    header,
+    is_header,
+    parse,
+    read_facts,
+    read_lines,
+    records_in,
+)
+from asel.stores.files import opened, overwrite
+from asel.stores.protocol import Change, Changed, Store, StoreDefaults
+from asel.stores.records import MOST_BYTES, Address, Record, RecordError
 from asel.threads import run_in_thread
 
-__all__ = ["Imported", "export", "import_", "prune"]
+__all__ = ["Imported", "export", "export_to", "import_", "prune"]
 
-_AT_ONCE = 64
+# Records that a thread works on in one go.
+_STEP = 256
+# Records that are changed in one go: a document is rewritten once for each of these.
+_PAGE = 4096
+# A document that was formatted by somebody else has to be read as a whole.
+_MAX_WHOLE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,44 +57,179 @@ class Imported:
     """What could not be taken in, and why."""
 
 
+# Out of a store.
+
+
 async def export(store: Store, filter: Callable[[Record], bool] | None) -> dict[str, Any]:
     """Return a store's records as a document."""
-    records = [record async for record in store.records() if filter is None or filter(record)]
-    lines = [record.line() for record in sorted(records, key=lambda record: record.address)]
-    return {"asel": SCHEMA, "records": list(map(json.loads, lines))}
+    exported: list[tuple[Address, dict[str, Any]]] = []
+
+    def add(step: list[Record]) -> None:
+        exported.extend((record.address, record.to_facts()) for record in step)
+
+    async for step in _steps(store, filter):
+        await run_in_thread("exporting", partial(add, step))
+    await run_in_thread("exporting", partial(exported.sort, key=lambda one: one[0]))
+    return {"asel": records.SCHEMA, "records": [facts for _, facts in exported]}
 
 
-async def import_(store: Store, document: Mapping[str, Any], load: Callable[[Any], object]) -> Imported:
+async def export_to(store: Store, path: str | os.PathLike[str], filter: Callable[[Record], bool] | None) -> int:
+    """Write a store's records to a file as a document, in one step; return how many there are."""
+    target = _absolute(path)
+    if str(target) == store.location:
+        raise InvalidRequestError(f"{target} is where the records are; export them to another file")
+    with tempfile.TemporaryFile() as spool:
+        places: list[tuple[Address, int, int]] = []
+
+        def add(step: list[Record]) -> None:
+            for record in step:
+                line = record.to_json().encode()
+                places.append((record.address, spool.tell(), len(line)))
+                spool.write(line)
+
+        def write() -> None:
+            places.sort()
+            with opened(target.parent, make=True) as directory:
+                overwrite(target.name, _document(spool, places), directory)
+
+        try:
+            async for step in _steps(store, filter):
+                await run_in_thread("exporting", partial(add, step))
+            await run_in_thread("exporting", write)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"exporting to {target} failed: {error}", location=str(target)) from error
+        return len(places)
+
+
+def _document(spool: IO[bytes], places: list[tuple[Address, int, int]]) -> Iterator[bytes]:
+    yield header()
+    for number, (_, offset, size) in enumerate(places):
+        spool.seek(offset)
+        yield (b",\n" if number else b"") + spool.read(size)
+    yield FOOTER
+
+
+async def _steps(store: Store, filter: Callable[[Record], bool] | None) -> AsyncIterator[list[Record]]:
+    step: list[Record] = []
+    async for record in store.records():
+        if filter is None or filter(record):
+            step.append(record)
+        if len(step) == _STEP:
+            yield step
+            step = []
+    yield step
+
+
+# Into a store.
+
+
+async def import_(
+    store: Store, document: Mapping[str, Any] | str | os.PathLike[str], load: Callable[[Any], object]
+) -> Imported:
     """Put a document's records into a store, those that `load` can read."""
+    taken = _Import(store, load)
     try:
-        # Ten thousand records take seconds, which are the loop's to use.
-        table, bad = await run_in_thread("reading a document", partial(records_in, document, "the document"))
+        if isinstance(document, Mapping):
+            await taken.take(_found_in_facts(records_in(document)))
+        else:
+            with await run_in_thread("importing", partial(_opened, document)) as file:
+                await taken.take(_found_in_file(file, file.name))
     except RecordError as error:
         raise InvalidRequestError(f"this cannot be imported: {error}") from error
-    mismatched = [(rejected.where, rejected.reason) for rejected in bad]
-    fitting = []
-    for address, record in table.items():
+    except StoreError:
+        raise
+    except OSError as error:
+        raise InvalidRequestError(f"this cannot be imported: {error}") from error
+    return Imported(taken.imported, tuple(taken.skipped), tuple(taken.mismatched))
+
+
+@dataclass(slots=True)
+class _Import:
+    """An import under way."""
+
+    store: Store
+    load: Callable[[Any], object]
+    imported: int = 0
+    skipped: list[tuple[Address, str]] = field(default_factory=list)
+    mismatched: list[tuple[str, str]] = field(default_factory=list)
+
+    async def take(self, found: Iterator[Found]) -> None:
+        page: dict[Address, Record] = {}
+        while (step := await run_in_thread("importing", partial(self._next, found))) is not None:
+            page.update((record.address, record) for record in step)
+            if len(page) >= _PAGE:
+                await self._put(page)
+                page = {}
+        await self._put(page)
+
+    def _next(self, found: Iterator[Found]) -> list[Record] | None:
+        """Return the next records that fit, None at the end."""
+        step = next(found, None)
+        if step is None:
+            return None
+        self.mismatched += ((bad.where, bad.reason) for bad in step.rejected)
+        other = f"it is of another version, and this asel reads version {records.SCHEMA}"
+        self.mismatched += ((f"a record of {len(text)} bytes", other) for text in step.foreign)
+        return [record for record in step.records if self._fits(record)]
+
+    def _fits(self, record: Record) -> bool:
         try:
-            load(record.cfg)
+            self.load(record.cfg)
         except RecordError as error:
-            mismatched.append((f"the record of {address.key}", str(error)))
-        else:
-            fitting.append(record)
-    there: dict[Address, Record] = {}
+            self.mismatched.append((f"the record of {record.key}", str(error)))
+            return False
+        return True
 
-    async def take_in(record: Record) -> None:
-        before = await store.get(record.address)
-        stored = before or await store.put(record)
-        if before is not None or stored != record:
-            there[record.address] = stored
+    async def _put(self, page: dict[Address, Record]) -> None:
+        changes = [Change(address, record) for address, record in page.items()]
+        for change, changed in zip(changes, await _apply(self.store, changes), strict=True):
+            if changed.done:
+                self.imported += 1
+            else:
+                assert change.record is not None
+                same = changed.record is not None and changed.record.cfg == change.record.cfg
+                self.skipped.append((change.address, "there already" + ("" if same else ", with another config")))
 
-    await _for_each(fitting, take_in)
-    skipped = [
-        (address, "there already" + ("" if there[address].cfg == table[address].cfg else ", with another config"))
-        for address in table
-        if address in there
-    ]
-    return Imported(len(fitting) - len(skipped), tuple(skipped), tuple(mismatched))
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser().absolute()
+
+
+def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
+    return _absolute(path).open("rb")
+
+
+def _found_in_facts(many: list[Any]) -> Iterator[Found]:
+    for first in range(0, len(many), _STEP):
+        yield read_facts(many[first : first + _STEP], "the document", first)
+
+
+def _found_in_file(file: IO[bytes], where: str) -> Iterator[Found]:
+    first = file.readline(MOST_BYTES)
+    if not is_header(first):
+        whole = first + file.read(_MAX_WHOLE_BYTES)
+        if len(whole) > _MAX_WHOLE_BYTES:
+            raise RecordError(f"{where} has over {_MAX_WHOLE_BYTES:,} bytes, and not a record a line")
+        contents = parse(whole, where, {})
+        if not contents.lines and not contents.foreign and contents.rejected:
+            raise RecordError(contents.rejected[0].reason)
+        yield from _found_in(contents)
+        return
+    lines = bare_lines(iter(partial(file.readline, MOST_BYTES + 2), b""), 2)
+    while step := list(islice(lines, _STEP)):
+        yield read_lines(step, where)
+
+
+def _found_in(contents: Contents) -> Iterator[Found]:
+    lines = iter(contents.lines.values())
+    while step := [Record.from_json(line) for line in islice(lines, _STEP)]:
+        yield Found(step)
+    yield Found(foreign=contents.foreign, rejected=contents.rejected)
+
+
+# Away.
 
 
 async def prune(
@@ -95,31 +253,23 @@ async def prune(
             or (not_environment is not None and record.environment not in ({}, dict(not_environment)))
         )
 
-    condemned = [record async for record in store.records() if is_condemned(record)]
-    deleted = []
+    page: list[Change] = []
+    deleted = 0
+    async for step in _steps(store, is_condemned):
+        page += (Change(record.address, expected=record) for record in step)
+        if len(page) >= _PAGE:
+            deleted += _count(await _apply(store, page))
+            page = []
+    return deleted + _count(await _apply(store, page))
 
-    async def delete(record: Record) -> None:
-        if await store.delete(record.address, expected=record):
-            deleted.append(record)
 
-    await _for_each(condemned, delete)
-    return len(deleted)
+def _count(changes: list[Changed]) -> int:
+    return sum(changed.done for changed in changes)
 
 
-async def _for_each(records: Iterable[Record], work: Callable[[Record], Awaitable[None]]) -> None:
-    """Do some work for every record, many at a time: a document writes what comes together at once."""
-    left, failures = iter(records), list[Exception]()
-
-    async def some() -> None:
-        for record in left:
-            try:
-                await work(record)
-            except Exception as error:
-                failures.append(error)
-                tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for _ in range(_AT_ONCE):
-            tasks.start_soon(some)
-    if failures:
-        raise failures[0]
+async def _apply(store: Store, changes: list[Change]) -> list[Changed]:
+    """Make changes in one go if the store can, else one by one."""
+    if not changes:
+        return []
+    apply: Callable[[list[Change]], Any] = getattr(store, "apply", None) or partial(StoreDefaults.apply, store)
+    return await apply(changes)  # type: ignore[no-any-return]

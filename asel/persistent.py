@@ -10,10 +10,11 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Self
+from typing import Any, Generic, Self, TypeVar
 
 import platformdirs
 
@@ -21,19 +22,24 @@ from asel import moving
 from asel.codec import Codec
 from asel.errors import InvalidRequestError
 from asel.kernel import Cfg
-from asel.keys import CacheKey
+from asel.keys import CacheKey, alike
 from asel.moving import Imported
 from asel.outcomes import TuneReport
 from asel.persistence import Sought, Stored
 from asel.stores import open_store
-from asel.stores.protocol import Claim, Store
+from asel.stores.protocol import Claim, Store, StoreDefaults, StoreStats
 from asel.stores.records import MOST_BYTES, Address, Record, RecordError, Rejected, environment_digest, log_rejected
+from asel.threads import run_in_thread
 
 __all__ = ["PersistentCache"]
 
 logger = logging.getLogger("asel")
 _NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
 _PROCESS = uuid.uuid4().hex[:12]
+# A config takes some 20 us to be read or written, so that many take a millisecond.
+_FEW_CONFIGS = 64
+
+T = TypeVar("T")
 
 
 def _writer() -> str:
@@ -104,7 +110,7 @@ class PersistentCache(Generic[Cfg]):
         """
         key = CacheKey(device, op_id, call_key)
         for store in self._layers:
-            stored = self._best([record async for record in store.records(key)])
+            stored = await self._newest([record async for record in store.records(key)])
             if stored is not None:
                 return stored.cfg
         return None
@@ -135,34 +141,26 @@ class PersistentCache(Generic[Cfg]):
         here = environment_digest(sought.environment)
         for store in self._layers:
             exact = await store.get(Address(sought.key, sought.checksum, here))
-            if exact is not None and (stored := self._stored(exact, sought.among)) is not None:
+            if exact is not None and (stored := await self._newest([exact], sought.among)) is not None:
                 return stored
             others = [record async for record in store.records(sought.key) if record != exact]
             put = [record for record in others if not record.checksum and not record.environment]
             elsewhere = [record for record in others if record.checksum == sought.checksum and not sought.exact]
-            if (stored := self._best(put, sought.among)) is not None:
+            if (stored := await self._newest(put, sought.among)) is not None:
                 return stored
-            if (stored := self._best(elsewhere, sought.among)) is not None:
+            if (stored := await self._newest(elsewhere, sought.among)) is not None:
                 return replace(stored, foreign=True)
         return None
 
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
-        """Store a tune's result; where another was first, return what it stored."""
-        record = Record(
-            key=report.key,
-            cfg=self._codec.dump(report.winner),
-            checksum=report.checksum,
-            environment=dict(report.environment),
-            report=self._spelt(report),
-            created=time.time(),
-            seconds=report.seconds,
-            writer=_writer(),
-        )
+        """Store a tune's result; if another was first, return what it stored."""
+        among = tuple(outcome.cfg for outcome in report.outcomes)
+        record = await self._off_loop(len(among), partial(self._record_of, report))
         kept = await self.store.put(record, replace=replace, claim=claim)
         if kept == record:
             return Stored(report.winner, report, record=record)
-        stored = self._stored(kept)
-        if stored is None:  # it does not fit our configs, so it is no answer to anyone who asks as we do
+        stored = await self._newest([kept], among)
+        if stored is None:  # it answers nobody who asks as we do
             await self.store.put(record, replace=True)
             return Stored(report.winner, report, record=record)
         return self._adopted(stored, record)
@@ -172,13 +170,18 @@ class PersistentCache(Generic[Cfg]):
         return self.store.claim(address, wait_s=wait_s, anew=anew)
 
     def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
-        return self._stored(record, sought.among)
+        return self._told_of(self._read(record, sought.among))
 
     async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
         """Return what earlier tunes of a key found, oldest first, whatever they chose among."""
         records = [record for store in self._layers async for record in store.records(sought.key)]
-        found = [self._report(record, sought.among) for record in sorted(records, key=lambda r: r.created)]
-        return [report for report in found if report is not None]
+        records.sort(key=lambda record: record.created)
+
+        def read() -> list[TuneReport[Cfg]]:
+            found = (self._report(record, sought.among) for record in records)
+            return [report for report in found if report is not None]
+
+        return await self._off_loop(sum(map(_outcomes, records)), read)
 
     async def withdraw(self, stored: Stored[Cfg]) -> bool:
         """Remove a record that proved wrong, if it is still the one that was found; return whether it did."""
@@ -203,16 +206,35 @@ class PersistentCache(Generic[Cfg]):
             yield record
 
     async def export(self, filter: Callable[[Record], bool] | None = None) -> dict[str, Any]:
-        """Return the records as a document: JSON, to be imported elsewhere or shipped as a `*.json` file."""
+        """Return the records as a document: JSON, to be imported elsewhere or shipped as a `*.json` file.
+
+        All of them are in memory then: `export_to` writes any number to a file.
+        """
         return await moving.export(self.store, filter)
 
-    async def import_(self, document: Mapping[str, Any]) -> Imported:
-        """Take in an exported document. What is there already stays as it is, so doing it twice changes nothing.
+    async def export_to(self, path: str | os.PathLike[str], filter: Callable[[Record], bool] | None = None) -> int:
+        """Write the records to a file as a document, in the place of what is there; return how many.
 
         Raises:
-            InvalidRequestError: it is no document, or of another version.
+            InvalidRequestError: the file is the store itself.
+            StoreError: the store could not be read, or the file not be written.
+        """
+        return await moving.export_to(self.store, path, filter)
+
+    async def import_(self, document: Mapping[str, Any] | str | os.PathLike[str]) -> Imported:
+        """Take in an exported document, or a file with one.
+
+        What is there already stays as it is, so doing it twice changes nothing. A bad record costs itself alone.
+
+        Raises:
+            InvalidRequestError: it is not a document.
         """
         return await moving.import_(self.store, document, self._codec.load)
+
+    async def stats(self) -> StoreStats:
+        """Return how many records the store has, and what lies in it besides."""
+        stats: Callable[[], Any] = getattr(self.store, "stats", None) or partial(StoreDefaults.stats, self.store)
+        return await stats()  # type: ignore[no-any-return]
 
     async def prune(
         self,
@@ -247,18 +269,56 @@ class PersistentCache(Generic[Cfg]):
 
     # Between records and configs.
 
-    def _best(self, records: list[Record], among: tuple[Cfg, ...] = ()) -> Stored[Cfg] | None:
-        """Return the newest record that can be read."""
+    async def _newest(self, records: list[Record], among: tuple[Cfg, ...] = ()) -> Stored[Cfg] | None:
+        """Return the newest record that can be used; what is wrong with newer ones is told."""
         newest_first = sorted(records, key=lambda record: record.created, reverse=True)
-        return next((s for record in newest_first if (s := self._stored(record, among)) is not None), None)
+        for record in newest_first:
+            read = await self._off_loop(_outcomes(record), partial(self._read, record, among))
+            if (stored := self._told_of(read)) is not None:
+                return stored
+        return None
 
-    def _stored(self, record: Record, among: tuple[Cfg, ...] = ()) -> Stored[Cfg] | None:
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Return what some work with `size` configs returns, from a thread if they are many."""
+        return work() if size <= _FEW_CONFIGS else await run_in_thread("reading and writing configs", work)
+
+    def _read(self, record: Record, among: tuple[Cfg, ...]) -> Stored[Cfg] | Rejected:
         try:
             cfg = self._codec.reader(among)(record.cfg)
         except RecordError as error:
-            self._reject(Rejected(f"{self.path} ({record.key.op_id})", str(error), record.key))
-            return None
+            return Rejected(f"{self.path} ({record.key.op_id})", str(error), record.key)
+        # What a user put is the user's business; a tune chooses among its candidates.
+        if record.checksum and among and not self._is_candidate(cfg, record.cfg, among):
+            reason = f"its config, {record.cfg!r:.200}, is not a candidate of the kernel"
+            return Rejected(f"{self.path} ({record.key.op_id})", reason, record.key)
         return Stored(cfg, self._report(record, among), record=record)
+
+    def _is_candidate(self, cfg: Cfg, value: Any, among: tuple[Cfg, ...]) -> bool:
+        if any(cfg is one or alike(cfg, one) for one in among):
+            return True
+        for one in among:  # a loader may make something else of it than the candidate it was
+            with suppress(InvalidRequestError):
+                if self._codec.dump(one) == value:
+                    return True
+        return False
+
+    def _told_of(self, read: Stored[Cfg] | Rejected) -> Stored[Cfg] | None:
+        if isinstance(read, Rejected):
+            self._reject(read)
+            return None
+        return read
+
+    def _record_of(self, report: TuneReport[Cfg]) -> Record:
+        return Record(
+            key=report.key,
+            cfg=self._codec.dump(report.winner),
+            checksum=report.checksum,
+            environment=dict(report.environment),
+            report=self._spelt(report),
+            created=time.time(),
+            seconds=report.seconds,
+            writer=_writer(),
+        )
 
     def _spelt(self, report: TuneReport[Cfg]) -> dict[str, Any] | None:
         try:
@@ -298,6 +358,11 @@ class PersistentCache(Generic[Cfg]):
     def _reject(self, rejected: Rejected) -> None:
         for listener in list(self._listeners) or [log_rejected]:
             listener(rejected)
+
+
+def _outcomes(record: Record) -> int:
+    outcomes = (record.report or {}).get("outcomes")
+    return len(outcomes) if isinstance(outcomes, list) else 0
 
 
 def _default_root() -> Path:

@@ -236,7 +236,7 @@ def test_somebodys_private_file_costs_itself_alone(place, unprivileged):
     anyio.run(lambda: _store(path, 1, 2))
     for directory in (path, *path.rglob("*")):
         directory.chmod(0o777)
-    private = sorted(path.glob("??/*.json"))[0]
+    private = sorted(path.glob("schema-*/??/*.json"))[0]
     private.chmod(0o000)
     os.seteuid(65534)
 

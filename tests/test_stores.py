@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -47,7 +49,7 @@ def run(fn, *args, backend="asyncio"):
 
 
 def the_file(store: DirectoryStore):
-    [path] = store.root.glob("??/*.json")
+    [path] = store.root.glob("schema-*/??/*.json")
     return path
 
 
@@ -106,20 +108,32 @@ def test_opening_a_store_touches_nothing(tmp_path):
 
 # What is bad.
 
+
+def forged(before: str, after: str) -> bytes:
+    """Return a record's line that somebody has changed, together with its digest."""
+    body, mark, _ = record().to_json().rpartition(',"sha256":"')
+    assert before in body
+    body = body.replace(before, after)
+    return f'{body}{mark}{hashlib.sha256(f"{body}}}".encode()).hexdigest()}"}}'.encode()
+
+
 BAD = {
     "empty": b"",
     "truncated": record().to_json().encode()[:-10],
     "garbage": b"\xff\xfe\x00garbage",
     "a list": b"[]",
-    "another version": record().to_json().replace('"asel":1', '"asel":2').encode(),
-    "no version": record().to_json().replace('"asel":1,', "").encode(),
-    "a field too many": record().to_json().replace('"asel":1', '"asel":1,"more":1').encode(),
-    "a wrong type": record().to_json().replace('"seconds":0.125', '"seconds":"long"').encode(),
-    "not a number": record().to_json().replace('"seconds":0.125', '"seconds":NaN').encode(),
-    "beyond floats": record().to_json().replace('"seconds":0.125', '"seconds":1e999').encode(),
+    "no version": forged('"asel":2,', ""),
+    "no version that is a number": forged('"asel":2', '"asel":"2"'),
+    "no digest": re.sub(r',"sha256":"[^"]*"', "", record().to_json()).encode(),
+    "another config than its digest's": record().to_json().replace('"cfg":1', '"cfg":2').encode(),
+    "other timings than its digest's": record().to_json().replace("0.25", "0.24").encode(),
+    "a field too many": forged('"asel":2', '"asel":2,"more":1'),
+    "a wrong type": forged('"seconds":0.125', '"seconds":"long"'),
+    "not a number": forged('"seconds":0.125', '"seconds":NaN'),
+    "beyond floats": forged('"seconds":0.125', '"seconds":1e999'),
     "too large": b" " * (MOST_BYTES + 1),
-    "too deep": b'{"asel":1,"cfg":' + b"[" * 100_000,
-    "deep within limits of the parser": b'{"asel":1,"key":["a","b","c"],"cfg":' + b"[" * 200 + b"]" * 200 + b"}",
+    "too deep": b'{"asel":2,"cfg":' + b"[" * 100_000,
+    "deep within limits of the parser": forged('"cfg":1', '"cfg":' + "[" * 200 + "]" * 200),
     "another record": record(key=KEY._replace(device="other")).to_json().encode(),
 }
 
@@ -183,8 +197,8 @@ def test_one_bad_record_costs_a_document_no_other(document):
     """Each record of a document stands for itself, and the bad one is kept in a copy."""
     rejected = []
     document.on_rejected = rejected.append
-    lines = [json.loads(record(1).to_json()), {"asel": 1}, 7, json.loads(record(2, checksum="c2").to_json())]
-    document.path.write_text(json.dumps({"asel": 1, "records": lines}))
+    lines = [json.loads(record(1).to_json()), {"asel": 2}, 7, json.loads(record(2, checksum="c2").to_json())]
+    document.path.write_text(json.dumps({"asel": 2, "records": lines}))
 
     async def scene():
         assert len(await everything(document)) == 2
@@ -206,7 +220,7 @@ def test_a_bad_file_that_cannot_be_set_aside_is_an_error_and_no_endless_trial(di
         await directory.put(record())
         the_file(directory).write_bytes(b"")
         (directory.root / "set-aside").write_text("no directory")
-        with pytest.raises(StoreError, match="cannot be set aside"):
+        with pytest.raises(StoreError, match="could not be moved aside"):
             await directory.put(record(2))
 
     run(scene)
@@ -283,14 +297,16 @@ def test_a_planted_link_is_not_written_through(directory, tmp_path):
     assert victim.read_text() == "precious"
 
 
-def test_a_planted_directory_link_is_not_followed(directory, tmp_path):
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_planted_directory_link_is_not_followed(directory, tmp_path, depth):
     """Nor is a linked directory one of ours."""
     outside = tmp_path / "outside"
     outside.mkdir()
 
     async def scene():
-        directory.root.mkdir()
-        (directory.root / record().address.key_digest[:2]).symlink_to(outside)
+        planted = [directory.root / "schema-2", directory.root / "schema-2" / record().address.key_digest[:2]][depth]
+        planted.parent.mkdir(parents=True)
+        planted.symlink_to(outside)
         with pytest.raises(StoreError):
             await directory.put(record())
 
@@ -298,12 +314,15 @@ def test_a_planted_directory_link_is_not_followed(directory, tmp_path):
     assert not list(outside.iterdir())
 
 
-@pytest.mark.parametrize(("kind", "claims"), [("directory", "cache/claims"), ("document", ".c.json.claims")])
-def test_claims_are_not_made_through_a_planted_link(kind, claims, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "claims", "name"),
+    [("directory", "cache/claims", "{}.schema-2.lock"), ("document", ".c.json.claims", "{}.lock")],
+)
+def test_claims_are_not_made_through_a_planted_link(kind, claims, name, tmp_path):
     """Not even a lock, which is removed afterwards with whatever had its name."""
     outside = tmp_path / "outside"
     outside.mkdir()
-    victim = outside / f"{record().address.digest}.lock"
+    victim = outside / name.format(record().address.digest)
     victim.write_text("precious")
     (tmp_path / claims).parent.mkdir(exist_ok=True)
     (tmp_path / claims).symlink_to(outside)
@@ -400,7 +419,7 @@ def test_a_document_is_sorted_and_has_a_record_a_line(document):
 
     run(scene)
     first, *lines, last = document.path.read_text().splitlines()
-    assert (first, last) == ('{"asel": 1, "records": [', "]}")
+    assert (first, last) == ('{"asel": 2, "records": [', "]}")
     assert [Record.from_json(line.rstrip(",")).cfg for line in lines] == [1, 2, 3]
 
 
@@ -494,9 +513,9 @@ def test_a_shipped_directory_may_be_made_of_links(directory, tmp_path):
     """It is only read, so it does not matter where they lead."""
     run(directory.put, record())
     shipped = tmp_path / "shipped"
-    for path in directory.root.glob("??"):
-        (shipped).mkdir(exist_ok=True)
-        (shipped / path.name).symlink_to(path)
+    (shipped / "schema-2").mkdir(parents=True)
+    for path in directory.root.glob("schema-2/??"):
+        (shipped / "schema-2" / path.name).symlink_to(path)
     assert run(open_store(shipped, read_only=True).get, record().address) == record()
 
 

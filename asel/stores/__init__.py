@@ -8,10 +8,23 @@ from typing import Any
 from asel.errors import InvalidRequestError
 from asel.stores.directory import DirectoryStore
 from asel.stores.document import DocumentStore
-from asel.stores.protocol import Claim, Store
+from asel.stores.protocol import Change, Changed, Claim, Store, StoreDefaults, StoreStats
 from asel.stores.records import Address, Record, Rejected
 
-__all__ = ["Address", "Claim", "DirectoryStore", "DocumentStore", "Record", "Rejected", "Store", "open_store"]
+__all__ = [
+    "Address",
+    "Change",
+    "Changed",
+    "Claim",
+    "DirectoryStore",
+    "DocumentStore",
+    "Record",
+    "Rejected",
+    "Store",
+    "StoreDefaults",
+    "StoreStats",
+    "open_store",
+]
 
 
 def open_store(location: Any, *, read_only: bool = False) -> Store:

@@ -1,32 +1,46 @@
 """A directory with one file a record: the default.
 
-    root/ab/<address>.json      records, spread by the first two digits of their key's digest
-    root/claims/<address>.lock  held while a key is tuned
-    root/set-aside/             what could not be read
+    root/schema-2/ab/<address>.json      records, spread by the first two digits of their key's digest
+    root/claims/<address>.schema-2.lock  held while a key is tuned
+    root/set-aside/                      the newest of the files that could not be read
 
 A put touches one file, however many there are. Other processes' records are found as soon as they are
-linked into place, because nothing is read ahead.
+linked into place, because nothing is read ahead. Versions of asel with another record format have records and
+claims of their own beside these, and none touches another's.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
 from asel.errors import StoreError
 from asel.keys import CacheKey
-from asel.stores.files import alone_in, create, file_claim, in_thread, is_temporary, opened, overwrite, read, set_aside
-from asel.stores.protocol import Claim
-from asel.stores.records import Address, Record, RecordError, Rejected, key_digest, log_rejected
+from asel.stores import records
+from asel.stores.file_claims import file_claim, lock_files, remove_stale_locks
+from asel.stores.files import (
+    FoundFile,
+    NotAFileError,
+    alone_in,
+    create,
+    held_file,
+    in_thread,
+    is_temporary,
+    opened,
+    overwrite,
+    set_aside,
+    sizes_in,
+    sweep,
+)
+from asel.stores.protocol import Change, Changed, Claim, StoreStats
+from asel.stores.records import Address, OtherSchemaError, Record, RecordError, Rejected, key_digest, log_rejected
 
 __all__ = ["DirectoryStore"]
 
-# No write takes this long: what is older was left by a process that was killed.
-_ABANDONED_AFTER_S = 3600.0
 _BATCH = 256
 _TRIES = 8
 
@@ -46,6 +60,10 @@ class DirectoryStore:
     def location(self) -> str:
         return str(self.root)
 
+    @property
+    def _schema(self) -> str:
+        return f"schema-{records.SCHEMA}"
+
     async def get(self, address: Address) -> Record | None:
         found = await in_thread(self.location, "reading from", partial(self._read, address))
         if isinstance(found, Rejected):
@@ -54,127 +72,222 @@ class DirectoryStore:
         return found
 
     async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
+        [changed] = await self.apply([Change(record.address, record, replace)])
+        assert changed.record is not None
+        return changed.record
+
+    async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
+        [changed] = await self.apply([Change(address, expected=expected)])
+        return changed.done
+
+    async def apply(self, changes: Sequence[Change]) -> list[Changed]:
+        """Make many changes; their directories are synced once for each batch, not once for each record."""
         if self.read_only:
             raise StoreError(f"{self.location} is only read", location=self.location)
-        contents = record.to_json().encode()
-        write = partial(self._write, record.address, contents, replace)
-        for _ in range(_TRIES):
-            if await in_thread(self.location, "writing to", write):
-                return record
-            if (stored := await self.get(record.address)) is not None:
-                return stored
-            # What stood in the way was bad and is set aside, or has been deleted: try again.
-        raise StoreError(
-            f"what is no record stands in the way in {self.location} and cannot be set aside", location=self.location
-        )
+        results: list[Changed] = []
+        for start in range(0, len(changes), _BATCH):
+            rejected: list[Rejected] = []
+            work = partial(self._apply, changes[start : start + _BATCH], rejected)
+            try:
+                results += await in_thread(self.location, "writing to", work)
+            finally:
+                for bad in rejected:
+                    self.on_rejected(bad)
+        return results
 
     def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AbstractAsyncContextManager[Claim]:
-        path = self.root / "claims" / f"{address.digest}.lock"
+        path = self.root / "claims" / f"{address.digest}.{self._schema}.lock"
         return file_claim(path, self.location, partial(self.get, address), wait_s, anew)
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
-        names = await in_thread(self.location, "listing", partial(self._names, key))
-        for start in range(0, len(names), _BATCH):
-            batch = names[start : start + _BATCH]
-            for found in await in_thread(self.location, "reading from", partial(self._read_all, batch)):
-                if isinstance(found, Rejected):
-                    self.on_rejected(found)
-                elif key is None or found.key == key:
-                    yield found
+        places = await in_thread(self.location, "listing", partial(self._shards, key))
+        for shard in places:
+            names = await in_thread(self.location, "listing", partial(self._names, shard, key))
+            for start in range(0, len(names), _BATCH):
+                batch = partial(self._read_all, shard, names[start : start + _BATCH])
+                for found in await in_thread(self.location, "reading from", batch):
+                    if isinstance(found, Rejected):
+                        self.on_rejected(found)
+                    elif key is None or found.key == key:
+                        yield found
 
-    async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
-        return await in_thread(self.location, "deleting from", partial(self._delete, address, expected))
+    async def stats(self) -> StoreStats:
+        """Return how full the directory is. What dead processes left in it is removed on the way."""
+        return await in_thread(self.location, "looking through", self._stats)
 
-    # In a thread.
-
-    def _write(self, address: Address, contents: bytes, replace: bool) -> bool:
-        shard, name = _place(address)
-        with opened(self.root, make=True) as root, opened(shard, inside=root, make=True) as directory:
-            if not replace:
-                return create(name, contents, directory)
-            overwrite(name, contents, directory)
-            return True
+    # In a thread. Reading:
 
     def _read(self, address: Address) -> Record | Rejected | None:
         shard, name = _place(address)
-        found = self._read_file(shard, name, address.key)
-        if isinstance(found, Record) and found.address != address:
-            return self._reject(shard, name, address.key, "it is the record of another address")
-        return found
-
-    def _read_all(self, places: list[tuple[str, str]]) -> list[Record | Rejected]:
-        found = (self._read_file(shard, name) for shard, name in places)
-        return [record for record in found if record is not None]
-
-    def _read_file(self, shard: str, name: str, key: CacheKey | None = None) -> Record | Rejected | None:
-        follow = self.read_only  # what is shipped may lie behind links, and is not written
         try:
-            with opened(self.root) as root, opened(shard, inside=root, follow=follow) as directory:
-                return self._read_in(directory, shard, name, key, follow)
+            with self._shard(shard) as directory:
+                return self._read_in(directory, shard, name, address)
         except FileNotFoundError:
             return None
-        except RecordError as error:
-            return self._reject(shard, name, key, str(error))
 
-    def _read_in(self, directory: int, shard: str, name: str, key: CacheKey | None, follow: bool) -> Record | Rejected:
+    def _read_all(self, shard: str, names: list[str]) -> list[Record | Rejected]:
         try:
-            return Record.from_json(read(name, directory, follow=follow))
-        except PermissionError as error:  # somebody's own file in a cache for all: it stays where it is
-            return Rejected(str(self.root / shard / name), str(error), key)
-
-    def _reject(self, shard: str, name: str, key: CacheKey | None, reason: str) -> Rejected | None:
-        where = f"{shard}/{name}"
-        if self.read_only:
-            return Rejected(str(self.root / where), reason, key)
-        try:
-            with opened(self.root) as root, opened(shard, inside=root) as directory:
-                where = set_aside(name, directory, root)
-        except FileNotFoundError:
-            return None  # another reader was first, and tells
-        except OSError:
-            pass  # where nothing can be moved, it is told each time it is met
-        return Rejected(str(self.root / where), reason, key)
-
-    def _names(self, key: CacheKey | None) -> list[tuple[str, str]]:
-        if key is not None:
-            digest = key_digest(key)
-            return [(digest[:2], name) for name in self._listed(digest[:2]) if name.startswith(digest)]
-        try:
-            shards = sorted(entry.name for entry in os.scandir(self.root) if len(entry.name) == 2)
+            with self._shard(shard) as directory:
+                found = [self._read_in(directory, shard, name) for name in names]
         except FileNotFoundError:
             return []
-        return [(shard, name) for shard in shards for name in self._listed(shard)]
+        return [record for record in found if record is not None]
 
-    def _listed(self, shard: str) -> Iterator[str]:
-        try:
-            with opened(self.root) as root, opened(shard, inside=root) as directory:
-                for name in sorted(os.listdir(directory)):
-                    if is_temporary(name):
-                        if not self.read_only:
-                            _sweep(name, directory)
-                    elif name.endswith(".json"):
-                        yield name
-        except (FileNotFoundError, NotADirectoryError):
-            return
+    @contextmanager
+    def _shard(self, shard: str, *, make: bool = False) -> Iterator[int]:
+        inner = partial(opened, make=make, follow=self.read_only)  # what is shipped may lie behind links
+        with (
+            opened(self.root, make=make) as root,
+            inner(self._schema, inside=root) as base,
+            inner(shard, inside=base) as directory,
+        ):
+            yield directory
 
-    def _delete(self, address: Address, expected: Record | None) -> bool:
-        """Compare and delete as one step: nobody replaces the record in between."""
-        shard, name = _place(address)
+    def _read_in(
+        self, directory: int, shard: str, name: str, address: Address | None = None, *, in_the_way: bool = False
+    ) -> Record | Rejected | None:
+        """Return the record in a file; what is bad is set aside.
+
+        Another version's record stays, unless it is `in_the_way` of a put: no asel puts one under our names.
+        """
+        reject = partial(self._reject, directory, shard, name, None if address is None else address.key)
         try:
-            with opened(self.root) as root, opened(shard, inside=root) as directory, alone_in(directory):
-                if expected is not None and not _holds(read(name, directory), expected):
-                    return False
-                os.unlink(name, dir_fd=directory)
-                os.fsync(directory)
-                return True
+            with held_file(name, directory, follow=self.read_only) as file:
+                try:
+                    record = Record.from_json(file.read())
+                except RecordError as error:
+                    stays = isinstance(error, OtherSchemaError) and not in_the_way
+                    return None if stays else reject(file, str(error))
+                if address is not None and record.address != address:
+                    return reject(file, "it is the record of another address")
+                return record
         except FileNotFoundError:
-            return False
-        except RecordError:  # what is no file is not the expected one either
-            return False
+            return None
+        except NotAFileError as error:
+            return reject(None, str(error))
+        except PermissionError as error:  # somebody's own file in a cache for all: it stays where it is
+            return Rejected(self._where(shard, name), str(error), None if address is None else address.key)
+
+    def _reject(
+        self, directory: int, shard: str, name: str, key: CacheKey | None, judged: FoundFile | None, reason: str
+    ) -> Rejected | None:
+        where = self._where(shard, name)
+        if not self.read_only:
+            try:
+                with opened(self.root) as root:
+                    aside = set_aside(name, directory, judged, root)
+            except FileNotFoundError:
+                return None  # another reader was first, and tells
+            except OSError:
+                pass  # it cannot be moved, so it is told each time it is met
+            else:
+                if aside is None:  # a good record has taken its place
+                    return None
+                where = str(self.root / aside)
+        return Rejected(where, reason, key)
+
+    def _where(self, shard: str, name: str) -> str:
+        return str(self.root / self._schema / shard / name)
+
+    def _shards(self, key: CacheKey | None) -> list[str]:
+        if key is not None:
+            return [key_digest(key)[:2]]
+        try:
+            return sorted(name for name in os.listdir(self.root / self._schema) if len(name) == 2)
+        except FileNotFoundError:
+            return []
+
+    def _names(self, shard: str, key: CacheKey | None = None) -> list[str]:
+        """Return the names of a shard's records; what dead writers left there is removed."""
+        start = "" if key is None else key_digest(key)
+        try:
+            with self._shard(shard) as directory:
+                names = sorted(os.listdir(directory))
+                if not self.read_only:
+                    sweep(filter(is_temporary, names), directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [name for name in names if name.endswith(".json") and name.startswith(start) and not is_temporary(name)]
+
+    def _stats(self) -> StoreStats:
+        claims = self.root / "claims"
+        if not self.read_only:
+            remove_stale_locks(claims)
+        shards = [(self._names(shard), _sizes(self.root / self._schema / shard)) for shard in self._shards(None)]
+        aside = _sizes(self.root / "set-aside")
+        others = [*self.root.glob("??/*.json"), *self.root.glob("schema-*/??/*.json")]  # version 1 had no such folder
+        return StoreStats(
+            records=sum(len(names) for names, _ in shards),
+            bytes=sum(sizes.get(name, 0) for names, sizes in shards for name in names),
+            set_aside=len(aside),
+            set_aside_bytes=sum(aside.values()),
+            temporary=sum(is_temporary(name) for _, sizes in shards for name in sizes),
+            locks=len(lock_files(claims)),
+            other_schemas=sum(path.parts[-3] != self._schema for path in others),
+        )
+
+    # Writing:
+
+    def _apply(self, changes: Sequence[Change], rejected: list[Rejected]) -> list[Changed]:
+        results: dict[int, Changed] = {}
+        shards = sorted(enumerate(changes), key=lambda numbered: _place(numbered[1].address)[0])
+        for shard, group in itertools.groupby(shards, key=lambda numbered: _place(numbered[1].address)[0]):
+            numbered = list(group)
+            puts = any(change.record is not None for _, change in numbered)
+            try:
+                with self._shard(shard, make=puts) as directory:
+                    for number, change in numbered:
+                        results[number] = self._apply_in(directory, change, rejected)
+                    if any(results[number].done for number, _ in numbered):
+                        os.fsync(directory)
+            except FileNotFoundError:
+                if puts:
+                    raise
+                results |= {number: Changed(None, False) for number, _ in numbered}  # there is nothing to delete
+        return [results[number] for number in range(len(changes))]
+
+    def _apply_in(self, directory: int, change: Change, rejected: list[Rejected]) -> Changed:
+        if change.record is None:
+            return Changed(None, _delete(directory, change.address, change.expected))
+        return self._put_in(directory, change.record, change.replace, rejected)
+
+    def _put_in(self, directory: int, record: Record, replace: bool, rejected: list[Rejected]) -> Changed:
+        contents = record.to_json().encode()
+        shard, name = _place(record.address)
+        if replace:
+            overwrite(name, contents, directory, sync=False)
+            return Changed(record, True)
+        for _ in range(_TRIES):
+            if create(name, contents, directory, sync=False):
+                return Changed(record, True)
+            found = self._read_in(directory, shard, name, record.address, in_the_way=True)
+            if isinstance(found, Record):
+                return Changed(found, False)
+            if found is not None:
+                rejected.append(found)
+        raise StoreError(
+            f"{self._where(shard, name)} holds an unreadable file, and it could not be moved aside",
+            location=self.location,
+        )
 
 
 def _place(address: Address) -> tuple[str, str]:
     return address.key_digest[:2], f"{address.digest}.json"
+
+
+def _delete(directory: int, address: Address, expected: Record | None) -> bool:
+    """Compare and delete as one step: nobody replaces the record in between."""
+    _, name = _place(address)
+    try:
+        with alone_in(directory):
+            if expected is not None:
+                with held_file(name, directory) as file:
+                    if not _holds(file.read(), expected):
+                        return False
+            os.unlink(name, dir_fd=directory)
+            return True
+    except (FileNotFoundError, RecordError):  # something that is not a file is not the expected one either
+        return False
 
 
 def _holds(contents: bytes, record: Record) -> bool:
@@ -184,7 +297,9 @@ def _holds(contents: bytes, record: Record) -> bool:
         return False
 
 
-def _sweep(name: str, directory: int) -> None:
-    with suppress(FileNotFoundError):
-        if time.time() - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime > _ABANDONED_AFTER_S:
-            os.unlink(name, dir_fd=directory)
+def _sizes(folder: Path) -> dict[str, int]:
+    try:
+        with opened(folder) as directory:
+            return sizes_in(directory, os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}

@@ -1,27 +1,22 @@
 """One readable file of records, to ship with a program or keep under version control.
 
-    {"asel": 1, "records": [
-    {...},
-    {...}
-    ]}
-
-Sorted, one record a line, so that two versions of it differ where their records do. Every write takes
-the lock beside the file, reads what others have written, adds its own and replaces the file in one
-step; what this process puts at the same time is written together. A document behind a link is read
-through it, and not written.
+Every write takes the lock beside the file, reads what others have written, adds its own and replaces the
+file in one step; what this process puts at the same time is written together. Lines that cannot be read
+are left out of the next version, and a copy of the document as it was is kept beside it. A document behind
+a link is read through it, and not written.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
+import re
+import stat
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import anyio
 import filelock
@@ -30,69 +25,45 @@ from anyio.lowlevel import RunVar
 from asel.errors import StoreError
 from asel.keys import CacheKey
 from asel.pending import Shared
-from asel.stores.files import create, file_claim, in_thread, opened, overwrite, read
-from asel.stores.protocol import Claim
-from asel.stores.records import SCHEMA, Address, Record, RecordError, Rejected, log_rejected
+from asel.stores.document_format import Contents, compose, parse
+from asel.stores.file_claims import file_claim, lock_files, remove_stale_locks
+from asel.stores.files import FoundFile, NotAFileError, create, held_file, in_thread, opened, overwrite, sizes_in, trim
+from asel.stores.protocol import Change, Changed, Claim, StoreStats
+from asel.stores.records import Address, Record, Rejected, log_rejected
 
-__all__ = ["DocumentStore", "document_of", "records_in"]
+__all__ = ["DocumentStore"]
 
 _MOST_BYTES = 256 << 20
 _LOCK_S = 10.0
-
-Table = dict[Address, Record]
-
-
-def document_of(records: Iterable[Record]) -> str:
-    """Return records as a document."""
-    lines = ",\n".join(record.line() for record in sorted(records, key=lambda record: record.address))
-    return f'{{"asel": {SCHEMA}, "records": [\n{lines}\n]}}\n'
+_BATCH = 256
 
 
-def records_in(document: Any, where: str) -> tuple[Table, list[Rejected]]:
-    """Return the records of a parsed document, and what in it is none.
-
-    Raises:
-        RecordError: it is no document at all, or of another version.
-    """
-    if not isinstance(document, dict) or not isinstance(document.get("records"), list):
-        raise RecordError("it is not a document of records")
-    if (version := document.get("asel")) != SCHEMA or isinstance(version, bool):
-        raise RecordError(f"it has version {version!r}, and this asel reads version {SCHEMA}")
-    table: Table = {}
-    rejected = []
-    for number, facts in enumerate(document["records"]):
-        try:
-            record = Record.from_facts(facts)
-        except RecordError as error:
-            rejected.append(Rejected(f"{where}, record {number}", str(error)))
-        else:
-            table[record.address] = record
-    return table, rejected
+_UNCHANGED = Changed(None, False)
 
 
 @dataclass(slots=True)
 class _Change:
     """A put or a deletion on its way into the file, and what came of it."""
 
-    address: Address
-    record: Record | None
-    replace: bool = False
-    expected: Record | None = None
-    result: Record | bool | None = None
+    asked: Change
+    line: bytes = b""
+    result: Changed = _UNCHANGED
 
-    def apply(self, table: Table) -> bool:
-        """Change the table; return whether there was something to change."""
-        stored = table.get(self.address)
-        if self.record is None:
-            found = stored is not None and self.expected in (None, stored)
+    def apply(self, lines: dict[Address, bytes]) -> bool:
+        """Change the lines; return whether there was something to change."""
+        address, record = self.asked.address, self.asked.record
+        stored = lines.get(address)
+        if record is None:
+            found = stored is not None and self.asked.expected in (None, Record.from_json(stored))
             if found:
-                del table[self.address]
-            self.result = found or self.result is True  # written before, by a task that did not live to say so
+                del lines[address]
+            # It may have been written before, by a task that was cancelled before it could say so.
+            self.result = Changed(None, found or self.result.done)
             return found
-        if stored is not None and (not self.replace or stored == self.record):
-            self.result = stored
+        if stored is not None and (not self.asked.replace or stored == self.line):
+            self.result = Changed(Record.from_json(stored), self.result.done and stored == self.line)
             return False
-        table[self.address] = self.result = self.record
+        lines[address], self.result = self.line, Changed(record, True)
         return True
 
 
@@ -108,8 +79,10 @@ class _Seen(NamedTuple):
     """What the file held when it was last read, and which file that was."""
 
     version: tuple[int, ...] | None
-    table: Table
-    rejected: list[Rejected]
+    contents: Contents
+
+
+_NOTHING = _Seen(None, Contents())
 
 
 class DocumentStore:
@@ -118,7 +91,7 @@ class DocumentStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
         self.on_rejected: Callable[[Rejected], object] = log_rejected
-        self._seen = _Seen(None, {}, [])
+        self._seen = _NOTHING
         # Of each event loop: the batch that is being gathered, and the turn to write.
         self._next: RunVar[_Batch | None] = RunVar("asel_document_batch")
         self._turn: RunVar[anyio.Lock] = RunVar("asel_document_turn")
@@ -131,42 +104,46 @@ class DocumentStore:
         return str(self.path)
 
     async def get(self, address: Address) -> Record | None:
-        return (await self._load()).get(address)
+        record, rejected = await in_thread(self.location, "reading", partial(self._get, address))
+        self._tell(rejected)
+        return record
 
     async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
-        record.to_json()  # what cannot be stored is the caller's error alone, not that of the whole batch
-        change = _Change(record.address, record, replace)
-        await self._change(change)
-        assert isinstance(change.result, Record)
-        return change.result
-
-    def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AbstractAsyncContextManager[Claim]:
-        path = self.path.with_name(f".{self.path.name}.claims") / f"{address.digest}.lock"
-        return file_claim(path, self.location, partial(self.get, address), wait_s, anew)
-
-    async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
-        for address, record in list((await self._load()).items()):
-            if key is None or address.key == key:
-                yield record
+        [changed] = await self.apply([Change(record.address, record, replace)])
+        assert changed.record is not None
+        return changed.record
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
-        change = _Change(address, None, expected=expected)
-        await self._change(change)
-        return change.result is True
+        [changed] = await self.apply([Change(address, expected=expected)])
+        return changed.done
 
-    async def _load(self) -> Table:
-        table, rejected = await in_thread(self.location, "reading", self._read)
-        for bad in rejected:
-            self.on_rejected(bad)
-        return table
-
-    async def _change(self, change: _Change) -> None:
-        """Have a change written, together with those that come while another batch is being written."""
+    async def apply(self, changes: Sequence[Change]) -> list[Changed]:
+        """Make many changes in one rewrite, together with those that come while another batch is being written."""
+        # What cannot be stored is the caller's error alone, not that of the whole batch.
+        ours = await in_thread(self.location, "writing", partial(_with_lines, changes))
         batch = self._next.get(None)
         if batch is None:
             self._next.set(batch := _Batch())
-        batch.changes.append(change)
+        batch.changes += ours
         await batch.written.carry(partial(self._write_batch, batch), partial(self._close, batch))
+        return [change.result for change in ours]
+
+    def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AbstractAsyncContextManager[Claim]:
+        path = self._claims / f"{address.digest}.lock"
+        return file_claim(path, self.location, partial(self.get, address), wait_s, anew)
+
+    async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
+        contents, rejected = await in_thread(self.location, "reading", self._read)
+        self._tell(rejected)
+        lines = [line for address, line in contents.lines.items() if key is None or address.key == key]
+        for start in range(0, len(lines), _BATCH):
+            batch = lines[start : start + _BATCH]
+            for record in await in_thread(self.location, "reading", lambda: [*map(Record.from_json, batch)]):  # noqa: B023
+                yield record
+
+    async def stats(self) -> StoreStats:
+        """Return how full the document is. What dead processes left beside it is removed on the way."""
+        return await in_thread(self.location, "looking at", self._stats)
 
     async def _write_batch(self, batch: _Batch) -> None:
         turn = self._turn.get(None)
@@ -180,40 +157,53 @@ class DocumentStore:
                 batch.written.fail(error)
                 return
             batch.written.succeed(None)
-        for bad in rejected:
-            self.on_rejected(bad)
+        self._tell(rejected)
 
     def _close(self, batch: _Batch) -> None:
         if self._next.get(None) is batch:
             self._next.set(None)
 
+    def _tell(self, rejected: list[Rejected]) -> None:
+        for bad in rejected:
+            self.on_rejected(bad)
+
     # In a thread.
 
-    def _read(self) -> tuple[Table, list[Rejected]]:
-        """Return the records, read anew where the file is another than last time; and what was bad, once."""
+    @property
+    def _claims(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.claims")
+
+    @property
+    def _temporary(self) -> str:
+        """The name the next version is written under: with one writer at a time, a dead one leaves one file."""
+        return f".{self.path.name}.tmp"
+
+    def _get(self, address: Address) -> tuple[Record | None, list[Rejected]]:
+        contents, rejected = self._read()
+        line = contents.lines.get(address)
+        return None if line is None else Record.from_json(line), rejected
+
+    def _read(self) -> tuple[Contents, list[Rejected]]:
+        """Return what the document holds, read again if the file has changed; and what was bad, once."""
         try:
             with opened(self.path.parent) as directory:
-                seen = self._seen
-                if _version(self.path.name, directory) == seen.version:
-                    return seen.table, []
-                self._seen = seen = self._parse(directory)
-                return seen.table, seen.rejected
+                follow = _is_link_to_follow(self.path.name, directory)
+                with held_file(self.path.name, directory, follow=follow) as file:
+                    seen = self._seen
+                    if file.version == seen.version:
+                        return seen.contents, []
+                    self._seen = seen = self._parse(file)
+                    return seen.contents, seen.contents.rejected
         except FileNotFoundError:
-            return {}, []
+            return Contents(), []
+        except NotAFileError as error:
+            return Contents(), [Rejected(self.location, str(error))]
 
-    def _parse(self, directory: int) -> _Seen:
-        version = _version(self.path.name, directory)
-        try:
-            document = json.loads(read(self.path.name, directory, _MOST_BYTES, follow=True))
-            return _Seen(version, *records_in(document, self.location))
-        except RecordError as error:
-            return _Seen(version, {}, [Rejected(self.location, str(error))])
-        except (ValueError, RecursionError) as error:
-            return _Seen(version, {}, [Rejected(self.location, f"it is not JSON: {error}")])
+    def _parse(self, file: FoundFile) -> _Seen:
+        known = {line: address for address, line in self._seen.contents.lines.items()}
+        return _Seen(file.version, parse(file.read(_MOST_BYTES), self.location, known))
 
     def _write(self, changes: list[_Change]) -> list[Rejected]:
-        if self.path.is_symlink():
-            raise StoreError(f"{self.path} is a link, and is only read", location=self.location)
         with opened(self.path.parent, make=True) as directory:
             path = self.path.with_name(f".{self.path.name}.lock")
             lock = filelock.UnixFileLock(path, thread_local=False, fallback_to_soft=False)
@@ -224,31 +214,76 @@ class DocumentStore:
                 raise StoreError(f"{path} was held for over {_LOCK_S:g} s", location=self.location) from error
 
     def _write_alone(self, changes: list[_Change], directory: int) -> list[Rejected]:
+        """Merge the changes into the file as it is now.
+
+        The file is opened once, after the lock was got: a link that was planted meanwhile is not followed, and what
+        is read, copied and replaced is one and the same file.
+        """
+        try:
+            with held_file(self.path.name, directory) as file:
+                return self._merge(changes, directory, file)
+        except FileNotFoundError:
+            return self._merge(changes, directory, None)
+        except NotAFileError as error:
+            raise StoreError(
+                f"{self.path} is only read: it is a link, or not a plain file", location=self.location
+            ) from error
+
+    def _merge(self, changes: list[_Change], directory: int, file: FoundFile | None) -> list[Rejected]:
         news: list[Rejected] = []
         seen = self._seen  # taken once: a reader in another thread may set it to an older state at any moment
-        try:
-            if _version(self.path.name, directory) != seen.version:
-                self._seen = seen = self._parse(directory)
-                news = seen.rejected
-        except FileNotFoundError:
-            seen = _Seen(None, {}, [])
-        table = dict(seen.table)
-        changed = [change for change in changes if change.apply(table)]
+        if file is None:
+            seen = _NOTHING
+        elif file.version != seen.version:
+            self._seen = seen = self._parse(file)
+            news = seen.contents.rejected
+        contents = Contents(dict(seen.contents.lines), seen.contents.foreign)
+        changed = [change for change in changes if change.apply(contents.lines)]
         if changed:
-            if seen.rejected:
-                self._keep_a_copy(directory)
-            overwrite(self.path.name, document_of(table.values()).encode(), directory)
-            self._seen = _Seen(_version(self.path.name, directory), table, [])
+            if file is not None and seen.contents.rejected:
+                self._keep_a_copy(directory, file)
+            overwrite(self.path.name, compose(contents), directory, temporary=self._temporary, like=file)
+            with held_file(self.path.name, directory) as written:
+                self._seen = _Seen(written.version, contents)
         return news
 
-    def _keep_a_copy(self, directory: int) -> None:
-        """Set the document aside as it is, before what is bad in it is left out."""
-        contents = read(self.path.name, directory, _MOST_BYTES, follow=True)
-        numbers = itertools.count()
-        while not create(f"{self.path.name}.bad-{next(numbers)}", contents, directory):
-            pass
+    def _keep_a_copy(self, directory: int, file: FoundFile) -> None:
+        """Set the document aside as it is, before the next version leaves out what is bad in it."""
+        names = self._copies(directory)
+        newest = max((int(name.rpartition("-")[2]) for name in names), default=-1)
+        name = f"{self.path.name}.bad-{newest + 1}"
+        create(name, file.read(_MOST_BYTES), directory, temporary=self._temporary, like=file)
+        trim([*names, name], directory)
+
+    def _copies(self, directory: int) -> list[str]:
+        pattern = re.compile(re.escape(self.path.name) + r"\.bad-[0-9]{1,18}")
+        return [name for name in os.listdir(directory) if pattern.fullmatch(name)]
+
+    def _stats(self) -> StoreStats:
+        contents, _ = self._read()
+        remove_stale_locks(self._claims)
+        try:
+            with opened(self.path.parent) as directory:
+                sizes = sizes_in(directory, [self.path.name, self._temporary, *self._copies(directory)])
+        except FileNotFoundError:
+            sizes = {}
+        size, temporary = sizes.pop(self.path.name, 0), sizes.pop(self._temporary, None)
+        return StoreStats(
+            records=len(contents.lines),
+            bytes=size,
+            set_aside=len(sizes),
+            set_aside_bytes=sum(sizes.values()),
+            temporary=temporary is not None,
+            locks=len(lock_files(self._claims)),
+            other_schemas=len(contents.foreign),
+        )
 
 
-def _version(name: str, directory: int) -> tuple[int, ...]:
-    facts = os.stat(name, dir_fd=directory)
-    return facts.st_ino, facts.st_mtime_ns, facts.st_size
+def _with_lines(changes: Sequence[Change]) -> list[_Change]:
+    return [_Change(change, b"" if change.record is None else change.record.to_json().encode()) for change in changes]
+
+
+def _is_link_to_follow(name: str, directory: int) -> bool:
+    """Tell whether it is a link of somebody who may decide where it leads: us, the directory's owner, root."""
+    facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    return stat.S_ISLNK(facts.st_mode) and facts.st_uid in (os.geteuid(), os.fstat(directory).st_uid, 0)

@@ -1,4 +1,4 @@
-"""Files that survive: written whole or not at all, read within bounds, locked without waiting.
+"""Files that survive: written whole or not at all, read within bounds, and moved only if they are the ones judged.
 
 The plain functions here block, and run in a thread. Directories are held open and names resolved
 inside them, without following links: whatever is planted in a cache directory, a write stays in it.
@@ -11,30 +11,47 @@ import fcntl
 import os
 import secrets
 import stat
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
-from itertools import chain, repeat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import anyio
-import filelock
-
 from asel.errors import StoreError
-from asel.stores.protocol import Claim, claiming
-from asel.stores.records import MOST_BYTES, Record, RecordError
+from asel.stores.records import MOST_BYTES, RecordError
 from asel.threads import run_in_thread
 
-__all__ = ["create", "file_claim", "in_thread", "is_temporary", "opened", "overwrite", "read", "set_aside"]
+__all__ = [
+    "FoundFile",
+    "NotAFileError",
+    "alone_in",
+    "create",
+    "held_file",
+    "in_thread",
+    "is_temporary",
+    "opened",
+    "overwrite",
+    "set_aside",
+    "sizes_in",
+    "sweep",
+    "trim",
+]
 
 T = TypeVar("T")
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 _TEMPORARY = ".tmp-"
-# What one try at a lock may take. It never waits for the holder, so only a hung file system takes longer.
-_PROMPT_S = 5.0
+# A writer locks its file right after it made it. A process may be suspended in between, but hardly for this long.
+_UNLOCKED_S = 60.0
+# Without locks there is only the age to go by, and no write takes this long.
+_ABANDONED_S = 3600.0
+# Bad files are kept for people to look at: the newest of them, within these bounds.
+MAX_SET_ASIDE_FILES = 100
+MAX_SET_ASIDE_BYTES = 64 << 20
+
+
+class NotAFileError(RecordError):
+    """There is something in a record's place that is not a plain file."""
 
 
 @contextmanager
@@ -71,57 +88,98 @@ def _make_all(path: Path) -> None:
             os.fsync(directory)
 
 
-def read(name: str, directory: int, most: int = MOST_BYTES, *, follow: bool = False) -> bytes:
-    """Return a file's contents; with `follow`, those that a link leads to.
+# Reading.
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A plain file, held open: nothing else can have its inode number meanwhile."""
+
+    descriptor: int
+    facts: os.stat_result
+
+    def read(self, most: int = MOST_BYTES) -> bytes:
+        """Return the contents.
+
+        Raises:
+            RecordError: they are more than `most` bytes.
+        """
+        if self.facts.st_size > most:
+            raise RecordError(f"it has {self.facts.st_size:,} bytes, and at most {most:,} are read")
+        os.lseek(self.descriptor, 0, os.SEEK_SET)
+        with os.fdopen(self.descriptor, "rb", closefd=False) as stream:
+            return stream.read(most + 1)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Another one for other contents, as far as a file system can tell."""
+        return self.facts.st_ino, self.facts.st_mtime_ns, self.facts.st_size
+
+    def is_still(self, name: str, directory: int) -> bool:
+        """Tell whether the file has that name, and is unchanged. Others may replace it unless one is `alone_in`."""
+        now = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        return now.st_dev == self.facts.st_dev and FoundFile(self.descriptor, now).version == self.version
+
+
+@contextmanager
+def held_file(name: str, directory: int, *, follow: bool = False) -> Iterator[FoundFile]:
+    """Hold a file open; with `follow`, the one that a link leads to.
 
     Raises:
-        FileNotFoundError: there is none.
-        RecordError: it is a link, a device, or larger than `most` bytes.
+        FileNotFoundError: it does not exist.
+        NotAFileError: it is a link, a device, or another kind of thing.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        file = os.open(name, flags, dir_fd=directory)
+        descriptor = os.open(name, flags, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise RecordError("it is a link or a device, not a file") from error
+            raise NotAFileError("it is a link or a device, not a file") from error
         raise
     try:
-        facts = os.fstat(file)
+        facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise RecordError("it is not a plain file")
-        if facts.st_size > most:
-            raise RecordError(f"it has {facts.st_size:,} bytes, and at most {most:,} are read")
-        with os.fdopen(file, "rb", closefd=False) as stream:
-            return stream.read(most + 1)
+            raise NotAFileError("it is not a plain file")
+        yield FoundFile(descriptor, facts)
     finally:
-        os.close(file)
+        os.close(descriptor)
 
 
-def create(name: str, contents: bytes, directory: int) -> bool:
+# Writing.
+
+
+def create(
+    name: str,
+    contents: bytes | Iterable[bytes],
+    directory: int,
+    *,
+    temporary: str | None = None,
+    like: FoundFile | None = None,
+    sync: bool = True,
+) -> bool:
     """Write a file that was not there; False if it is there already, untouched.
 
-    The link is what decides between two writers, and it appears with its contents or not at all.
+    The link is what decides between two writers, and it appears with its contents or not at all. With
+    `like`, no one may read the new file who may not read that one. Without `sync` the name is not on
+    disk yet: whoever writes many files syncs their directory once.
     """
-    temporary = _written(contents, directory)
-    try:
+    with _written(contents, directory, temporary, like) as written:
         try:
-            os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+            os.link(written, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
         except FileExistsError:
             return False
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if not _rename_into_place(temporary, name, directory):
+            if not _rename_into_place(written, name, directory):
                 return False
-        os.fsync(directory)
+        if sync:
+            os.fsync(directory)
         return True
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=directory)
 
 
 def _rename_into_place(temporary: str, name: str, directory: int) -> bool:
-    """Where there are no links: look and rename, as one step."""
+    """Look and rename as one step, for file systems without links."""
     with alone_in(directory):
         with suppress(FileNotFoundError):
             os.stat(name, dir_fd=directory, follow_symlinks=False)
@@ -130,23 +188,27 @@ def _rename_into_place(temporary: str, name: str, directory: int) -> bool:
         return True
 
 
-def overwrite(name: str, contents: bytes, directory: int) -> None:
+def overwrite(
+    name: str,
+    contents: bytes | Iterable[bytes],
+    directory: int,
+    *,
+    temporary: str | None = None,
+    like: FoundFile | None = None,
+    sync: bool = True,
+) -> None:
     """Replace a file in one step: a reader finds the old contents or the new."""
-    temporary = _written(contents, directory)
-    try:
-        with alone_in(directory):
-            os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-    except BaseException:
-        os.unlink(temporary, dir_fd=directory)
-        raise
-    os.fsync(directory)
+    with _written(contents, directory, temporary, like) as written, alone_in(directory):
+        os.rename(written, name, src_dir_fd=directory, dst_dir_fd=directory)
+    if sync:
+        os.fsync(directory)
 
 
 @contextmanager
 def alone_in(directory: int) -> Iterator[None]:
-    """Be the only one to replace, look before it renames, or compare before it deletes, for a moment.
+    """Be the only one to replace, look before it renames, or compare before it moves or deletes, for a moment.
 
-    Where a file system has no locks, two of them at once may do one after the other what neither meant.
+    On a file system without locks, two of them at once may do one after the other what neither meant.
     """
     with suppress(OSError):
         fcntl.flock(directory, fcntl.LOCK_EX)
@@ -157,21 +219,59 @@ def alone_in(directory: int) -> Iterator[None]:
             fcntl.flock(directory, fcntl.LOCK_UN)
 
 
-def _written(contents: bytes, directory: int) -> str:
-    name = f"{_TEMPORARY}{secrets.token_hex(8)}"
-    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=directory)
+@contextmanager
+def _written(
+    contents: bytes | Iterable[bytes], directory: int, name: str | None, like: FoundFile | None
+) -> Iterator[str]:
+    """Have a temporary file with these contents, on disk; give its name.
+
+    It is locked for as long as it has that name, so that nobody takes it for a dead writer's. Only one
+    process at a time may use a given `name`, and what an earlier one left there is removed.
+    """
+    file, name = _made(name, directory)
     try:
-        try:
-            left = memoryview(contents)
+        if like is not None:
+            _protect(file, like)
+        for piece in (contents,) if isinstance(contents, bytes) else contents:
+            left = memoryview(piece)
             while left:
                 left = left[os.write(file, left) :]
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except BaseException:
-        os.unlink(name, dir_fd=directory)
-        raise
-    return name
+        os.fsync(file)
+        yield name
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)
+        os.close(file)
+
+
+def _made(given: str | None, directory: int) -> tuple[int, str]:
+    while True:
+        name = given or f"{_TEMPORARY}{secrets.token_hex(8)}"
+        if given is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(given, dir_fd=directory)
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=directory)
+        with suppress(OSError):  # without a lock, its age protects it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file).st_nlink:
+            return file, name
+        os.close(file)  # swept before it was locked
+
+
+def _protect(file: int, like: FoundFile) -> None:
+    """Let only those read a file who may read another; ours goes to the other's owner where that is possible."""
+    mode = stat.S_IMODE(like.facts.st_mode) & 0o777
+    try:
+        os.fchown(file, like.facts.st_uid, like.facts.st_gid)
+    except OSError:
+        try:
+            os.fchown(file, -1, like.facts.st_gid)
+        except OSError:
+            mode &= ~0o070  # its group would be another one
+    os.fchmod(file, mode)
+
+
+# Clearing away.
 
 
 def is_temporary(name: str) -> bool:
@@ -179,71 +279,84 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY)
 
 
-def set_aside(name: str, directory: int, root: int) -> str:
-    """Move a bad file out of the way, to where a person can look at it; return its new name."""
+def sweep(names: Iterable[str], directory: int) -> None:
+    """Remove the temporary files of writers that are dead.
+
+    A living writer holds a lock on its file. Ages are taken by the file system's clock, which may differ
+    from ours by hours.
+    """
+    now: float | None = None
+    for name in names:
+        with suppress(OSError, RecordError), held_file(name, directory) as file:
+            limit = _UNLOCKED_S
+            try:
+                fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:
+                limit = _ABANDONED_S
+            now = _clock(directory) if now is None else now
+            if now - file.facts.st_mtime > limit:
+                os.unlink(name, dir_fd=directory)
+
+
+def _clock(directory: int) -> float:
+    """Return the time by the file system's clock."""
+    file, name = _made(None, directory)
+    try:
+        return os.fstat(file).st_mtime
+    finally:
+        os.unlink(name, dir_fd=directory)
+        os.close(file)
+
+
+def set_aside(name: str, directory: int, judged: FoundFile | None, root: int) -> str | None:
+    """Move a bad file to where a person can look at it; return its new name, None if it is not there any more.
+
+    Only what was judged is moved: a good record that has taken its name stays. `judged` is None for something
+    that is not a plain file.
+    """
     aside = f"{name}.{secrets.token_hex(4)}"
-    with opened("set-aside", inside=root, make=True) as keep:
+    with opened("set-aside", inside=root, make=True) as keep, alone_in(directory):
+        if judged is None:
+            is_bad = not stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+        else:
+            is_bad = judged.is_still(name, directory)
+        if not is_bad:
+            return None
         os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=keep)
+    with opened("set-aside", inside=root) as keep:
+        trim(os.listdir(keep), keep)
     return f"set-aside/{aside}"
 
 
-class FileClaim:
-    """A lock on a file, tried and never waited for. It ends with its process, however that ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # Not per thread: taken in one and given back in another.
-        self._lock = filelock.UnixFileLock(path, thread_local=False, fallback_to_soft=False)
-        self._mutex = threading.Lock()
-        self._abandoned = False
-
-    def take(self) -> bool:
-        """Return whether the lock is ours now."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)  # a lock need not outlive a power cut
-        if self._path.parent.is_symlink():  # planted: the lock would be made, and removed, somewhere else
-            raise OSError(errno.ELOOP, "the directory of the claims is a link", str(self._path.parent))
-        try:
-            self._lock.acquire(blocking=False)
-        except filelock.Timeout:
-            return False
-        with self._mutex:
-            if self._abandoned:
-                self.give_back()
-            return not self._abandoned
-
-    def abandon(self) -> None:
-        """Have a thread that is still at `take` give back what it gets."""
-        with self._mutex:
-            self._abandoned = True
-
-    def give_back(self) -> None:
-        """Remove the file and let go of it: whoever held it open finds a name that is gone, and tries anew."""
-        with suppress(OSError):
-            self._path.unlink()
-        self._lock.release(force=True)
+def trim(
+    names: Iterable[str],
+    directory: int,
+    *,
+    max_files: int = MAX_SET_ASIDE_FILES,
+    max_bytes: int = MAX_SET_ASIDE_BYTES,
+) -> None:
+    """Remove the oldest of some files until the rest are within bounds; the newest always stays."""
+    # A file keeps its modification time when it is moved; the other one is when it came here.
+    files = sorted(_facts_of(names, directory), key=lambda file: file[1].st_ctime_ns, reverse=True)
+    kept_bytes = 0
+    for place, (name, facts) in enumerate(files):
+        kept_bytes += facts.st_size
+        if place and (place >= max_files or kept_bytes > max_bytes):
+            with suppress(OSError):  # a directory stays
+                os.unlink(name, dir_fd=directory)
 
 
-@asynccontextmanager
-async def file_claim(
-    path: Path, location: str, look: Callable[[], Awaitable[Record | None]], wait_s: float, anew: bool
-) -> AsyncIterator[Claim]:
-    """Hold a claim by a lock on a file; those who wait for it poll, and occupy no thread meanwhile."""
-    delays = chain((0.01, 0.015, 0.02, 0.03, 0.05), repeat(0.1))
+def sizes_in(directory: int, names: Iterable[str]) -> dict[str, int]:
+    """Return the sizes of those files that exist."""
+    return {name: facts.st_size for name, facts in _facts_of(names, directory)}
 
-    async def attempt() -> Callable[[], Awaitable[None]] | None:
-        lock = FileClaim(path)
-        # Shielded, so that a lock that was got is known to be; bounded, because a file system may hang.
-        with anyio.move_on_after(_PROMPT_S, shield=True):
-            return partial(give_back, lock) if await in_thread(location, "claiming in", lock.take) else None
-        lock.abandon()
-        raise StoreError(f"claiming in {location} took longer than {_PROMPT_S:g} s", location=location)
 
-    async def give_back(lock: FileClaim) -> None:
-        with anyio.move_on_after(_PROMPT_S):
-            await in_thread(location, "giving back a claim in", lock.give_back)
-
-    async with claiming(attempt, look, lambda: anyio.sleep(next(delays)), wait_s, anew) as claim:
-        yield claim
+def _facts_of(names: Iterable[str], directory: int) -> Iterator[tuple[str, os.stat_result]]:
+    for name in names:
+        with suppress(FileNotFoundError):
+            yield name, os.stat(name, dir_fd=directory, follow_symlinks=False)
 
 
 async def in_thread(location: str, what: str, work: Callable[[], T]) -> T:

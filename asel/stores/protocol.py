@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import anyio
 
 from asel.keys import CacheKey
 from asel.stores.records import Address, Record, Rejected
 
-__all__ = ["Claim", "Store", "claiming"]
+__all__ = ["Change", "Changed", "Claim", "Store", "StoreDefaults", "StoreStats", "claiming"]
+
+# How many changes are under way at once in a store that takes them one by one.
+_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -30,12 +33,47 @@ class Claim:
     """What a store knows the holder by, where it needs to."""
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A record to put, or (without one) the deletion of what is at an address."""
+
+    address: Address
+    record: Record | None = None
+    replace: bool = False
+    expected: Record | None = None
+
+
+class Changed(NamedTuple):
+    """What became of a change: the record that is stored now, and whether this change made the difference."""
+
+    record: Record | None
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """How full a store is, and what lies in it besides its records."""
+
+    records: int
+    bytes: int = 0
+    """The size of the records; 0 if the store does not know it."""
+    set_aside: int = 0
+    """Bad files that are kept for people to look at: a bounded number, the newest."""
+    set_aside_bytes: int = 0
+    temporary: int = 0
+    """Half-written files, of writers at work or killed; those of the dead are removed in time."""
+    locks: int = 0
+    """Lock files of claims: of those that hold one, and a bounded number left by killed holders."""
+    other_schemas: int = 0
+    """Records that other versions of asel keep in the same place."""
+
+
 class Store(Protocol):
     """A place that keeps records for many processes.
 
     Every method may raise `StoreError`. One that cannot make sense of what it finds tells `on_rejected`,
     sets it aside, and goes on as if it were not there. May also be an async context manager, which
-    then keeps its connections open meanwhile.
+    then keeps its connections open meanwhile. `StoreDefaults` has the methods that a store need not write itself.
     """
 
     on_rejected: Callable[[Rejected], object]
@@ -65,6 +103,47 @@ class Store(Protocol):
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
         """Remove a record, if it still is the expected one; return whether it did."""
+
+
+class StoreDefaults:
+    """The methods of a store that can be made of the others. One that can do better has its own."""
+
+    async def apply(self: Store, changes: Sequence[Change]) -> list[Changed]:
+        """Make many changes; return what became of each, in their order. A failure leaves some of them made."""
+        results: dict[int, Changed] = {}
+        failures: list[Exception] = []
+        left = iter(enumerate(changes))
+
+        async def some() -> None:
+            for number, change in left:
+                try:
+                    results[number] = await _apply(self, change)
+                except Exception as error:
+                    failures.append(error)
+                    tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(_AT_ONCE, len(changes))):
+                tasks.start_soon(some)
+        if failures:
+            raise failures[0]
+        return [results[number] for number in range(len(changes))]
+
+    async def stats(self: Store) -> StoreStats:
+        """Return how full the store is."""
+        count = 0
+        async for _ in self.records():
+            count += 1
+        return StoreStats(count)
+
+
+async def _apply(store: Store, change: Change) -> Changed:
+    if change.record is None:
+        return Changed(None, await store.delete(change.address, expected=change.expected))
+    if not change.replace and (before := await store.get(change.address)) is not None:
+        return Changed(before, False)
+    stored = await store.put(change.record, replace=change.replace)
+    return Changed(stored, stored == change.record)
 
 
 @asynccontextmanager

@@ -1,7 +1,11 @@
 """What a store keeps: a config, and all that is known of how it was found.
 
-A record is plain JSON. Whatever is read is checked before it is believed, and nothing in it is ever
-executed: a record that does not fit is rejected with the reason.
+A record is one line of JSON that ends with a digest of all the rest:
+
+    {"asel":2,"cfg":{"m":64},...,"writer":"...","sha256":"9f2c41..."}
+
+Whatever is read is checked before it is used, and nothing in it is ever executed. A record that does not fit, or
+does not match its digest, is rejected with the reason: a flipped bit costs one record and never changes an answer.
 """
 
 from __future__ import annotations
@@ -9,9 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Required
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
@@ -19,11 +22,13 @@ from typing_extensions import TypedDict
 
 from asel.errors import InvalidRequestError
 from asel.keys import CacheKey
+from asel.stores import strict_json
 
 __all__ = [
     "MOST_BYTES",
     "SCHEMA",
     "Address",
+    "OtherSchemaError",
     "Record",
     "RecordError",
     "Rejected",
@@ -32,7 +37,8 @@ __all__ = [
     "log_rejected",
 ]
 
-SCHEMA = 1
+# The version of the format. Each version keeps its records apart from the others' and leaves theirs alone.
+SCHEMA = 2
 # A record of a thousand candidates with a hundred samples each is about half of this.
 MOST_BYTES = 4 << 20
 MOST_DEPTH = 64
@@ -40,7 +46,11 @@ logger = logging.getLogger("asel")
 
 
 class RecordError(ValueError):
-    """What was read is no record; the message says why."""
+    """The text is not a record; the message says why."""
+
+
+class OtherSchemaError(RecordError):
+    """The record was written by another version of asel: not for us to read, nor to move away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,8 @@ class Record:
     """How long the tune took."""
     writer: str = ""
     """The process that wrote it."""
+    _text: str = field(default="", init=False, compare=False, repr=False)
+    """The line it was read from, if that was as we write it. Not of a `replace`d copy, since that is made anew."""
 
     @property
     def address(self) -> Address:
@@ -120,49 +132,79 @@ class Record:
         Raises:
             InvalidRequestError: something in it has no place in JSON, or it is too large.
         """
+        if self._text:
+            return self._text
         try:
-            text = self.line()
+            body = strict_json.dumps(self._facts())
+            text = f"{body[:-1]}{_MARK}{_sha256(body)}{_END}"
             if Record.from_json(text) != self:
                 raise RecordError("it does not come back from JSON as it was")
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"a record of {self.key.op_id!r} cannot be stored: {error}") from error
         return text
 
-    def line(self) -> str:
-        """Return the record as one line of JSON, unchecked: for one that was read before."""
-        facts: dict[str, Any] = {"asel": SCHEMA, **{name: getattr(self, name) for name in _FIELDS}}
-        return json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    def to_facts(self) -> dict[str, Any]:
+        """Return the record as parsed JSON, digest included. Its nested values are the record's own."""
+        facts = self._facts()
+        return {**facts, "sha256": _sha256(strict_json.dumps(facts))}
+
+    def _facts(self) -> dict[str, Any]:
+        return {"asel": SCHEMA, **{name: getattr(self, name) for name in _FIELDS}, "key": list(self.key)}
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
         """Return the record that was written.
 
         Raises:
-            RecordError: it is none, or of another version.
+            OtherSchemaError: it is of another version.
+            RecordError: it is not a record, or was changed since it was written.
         """
         if len(text) > MOST_BYTES:
             raise RecordError(f"it has {len(text):,} bytes, and a record at most {MOST_BYTES:,}")
         try:
-            facts = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+            text = text.decode() if isinstance(text, bytes) else text
+            line = text.strip()
+            is_intact = _ends_with_own_digest(line)
+            record = cls._checked(strict_json.loads(line), is_intact=is_intact)
+        except RecordError:
+            raise
         except (ValueError, RecursionError) as error:
             raise RecordError(f"it is not JSON: {error or 'nested too deeply'}") from error
-        return cls.from_facts(facts)
+        if is_intact:
+            object.__setattr__(record, "_text", line)
+        return record
 
     @classmethod
     def from_facts(cls, facts: Any) -> Record:
-        """Return the record that some parsed JSON is.
+        """Return the record that some parsed JSON is, whichever way it was spelt.
 
         Raises:
-            RecordError: it is none, or of another version.
+            OtherSchemaError: it is of another version.
+            RecordError: it is not a record, or was changed since it was written.
         """
+        return cls._checked(facts, is_intact=False)
+
+    @classmethod
+    def _checked(cls, facts: Any, *, is_intact: bool) -> Record:
         if not isinstance(facts, dict):
             raise RecordError(f"it is a JSON {type(facts).__name__}, and a record is an object")
         version = facts.get("asel")
-        if version != SCHEMA or isinstance(version, bool):
-            raise RecordError(f"it has version {version!r}, and this asel reads version {SCHEMA}")
+        if type(version) is not int:
+            raise RecordError(f"it has version {version!r:.40}, which is not a number")
+        if version != SCHEMA:
+            raise OtherSchemaError(f"it has version {version}, and this asel reads version {SCHEMA}")
         if _is_deeper(facts, MOST_DEPTH):
             raise RecordError(f"it is nested more than {MOST_DEPTH} deep")
-        given = {**facts, "key": tuple(facts["key"])} if isinstance(facts.get("key"), list) else facts
+        given = {name: value for name, value in facts.items() if name != "sha256"}
+        if "sha256" not in facts:
+            raise RecordError("it has no sha256, the digest that every record carries")
+        if not is_intact and not _matches(given, facts["sha256"]):
+            raise RecordError(
+                "its contents do not match its digest: it was damaged, or edited by hand "
+                "(use PersistentCache.put to change a config)"
+            )
+        if isinstance(given.get("key"), list):
+            given["key"] = tuple(given["key"])
         try:
             found: dict[str, Any] = {**_ADAPTER.validate_python(given)}
         except ValidationError as error:
@@ -175,17 +217,39 @@ class Record:
         return cls(**found)
 
 
+# How a line ends: the digest of all before it, as if the object were closed there.
+_MARK, _END = ',"sha256":"', '"}'
+_TAIL = len(_MARK) + 64 + len(_END)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _ends_with_own_digest(line: str) -> bool:
+    """Tell whether a line is as it was written. One that is spelt another way may be intact, too."""
+    body, tail = f"{line[:-_TAIL]}}}", line[-_TAIL:]
+    return tail.startswith(_MARK) and "\n" not in line and tail[len(_MARK) : -len(_END)] == _sha256(body)
+
+
+def _matches(facts: dict[str, Any], digest: Any) -> bool:
+    try:
+        return bool(digest == _sha256(strict_json.dumps(facts)))
+    except (TypeError, ValueError, RecursionError) as error:  # of parsed JSON that somebody else parsed
+        raise RecordError(f"it is not JSON: {error}") from error
+
+
 _FIELDS = ("key", "cfg", "checksum", "environment", "report", "created", "seconds", "writer")
 
 
 class _Facts(TypedDict, total=False):
-    """A record as it is read, before it is believed."""
+    """A record as it is read, before it is checked."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     asel: int
     key: Required[CacheKey]
-    cfg: Required[Any]  # JSON as it was parsed: looking through all of it again would find nothing else
+    cfg: Required[Any]  # already parsed: a second look would find nothing else
     checksum: str
     environment: Required[dict[str, str]]
     report: dict[str, Any] | None
@@ -195,15 +259,6 @@ class _Facts(TypedDict, total=False):
 
 
 _ADAPTER = TypeAdapter(_Facts)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    return number if math.isfinite(number) else _refuse(digits)
 
 
 def _is_deeper(value: Any, most: int) -> bool:

@@ -11,7 +11,7 @@ from anyio.lowlevel import current_token
 
 from asel.errors import InvalidRequestError, StoreError
 from asel.keys import CacheKey
-from asel.stores.protocol import Claim, claiming
+from asel.stores.protocol import Claim, StoreDefaults, claiming
 from asel.stores.records import Address, Record, RecordError, Rejected, key_digest, log_rejected
 from asel.stores.scripts import DELETE, FORGET, MEMBERS, PUT, READ, SET_ASIDE, Names, tag
 from asel.stores.targets import Target
@@ -24,7 +24,7 @@ __all__ = ["RedisStore"]
 _PAGE = 32  # records read at a time: the largest possible are 4 MB each
 
 
-class RedisStore:
+class RedisStore(StoreDefaults):
     """Records and claims in a Redis of version 6 or later.
 
     `url` is `redis://user:password@host:port/db`, or `rediss://` for TLS, with any of `prefix=`, `expire_s=`

@@ -10,7 +10,8 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from asel.stores.records import MOST_BYTES, SCHEMA, Address
+from asel.stores import records
+from asel.stores.records import MOST_BYTES, Address
 
 __all__ = [
     "ACQUIRE",
@@ -43,7 +44,7 @@ class Names:
     """The keys of one prefix; another version of the schema has others."""
 
     def __init__(self, prefix: str) -> None:
-        self._root = f"{prefix}:{SCHEMA}:"
+        self._root = f"{prefix}:{records.SCHEMA}:"
         self.records = self._name("record", "")
 
     def _name(self, kind: str, of: str) -> bytes:

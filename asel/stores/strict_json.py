@@ -1,0 +1,75 @@
+"""JSON as stores read and write it: finite numbers only, and never long without letting the event loop run.
+
+The C code of `json` holds the interpreter lock for as long as it takes, in a worker thread too: a record of two
+megabytes would stop the event loop for a tenth of a second. So a large text is parsed with hooks written in
+Python, and a value is written piece by piece: between two of them, other threads get their turn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+__all__ = ["dumps", "loads"]
+
+# C code parses this many characters in under two milliseconds.
+_LARGE = 1 << 16
+# How far down values are written one by one: a report's outcomes lie at this depth.
+_PIECES_DEPTH = 3
+
+
+def loads(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, or has a number that is not finite.
+        RecursionError: it is nested too deeply for the parser.
+    """
+    if isinstance(text, bytes):
+        text = text.decode()
+    return (_LARGE_TEXTS if len(text) > _LARGE else _SMALL_TEXTS).decode(text)
+
+
+def dumps(value: Any, depth: int = 0) -> str:
+    """Return a value as JSON on one line: ASCII, keys sorted, so that equal values have equal texts.
+
+    Raises:
+        TypeError: it has no place in JSON.
+        ValueError: it has a number that is not finite.
+    """
+    if depth < _PIECES_DEPTH and type(value) is dict:
+        pieces = (f"{_ENCODER.encode(_key(key))}:{dumps(value[key], depth + 1)}" for key in sorted(value))
+        return f"{{{','.join(pieces)}}}"
+    if depth < _PIECES_DEPTH and type(value) is list:
+        return f"[{','.join([dumps(inner, depth + 1) for inner in value])}]"
+    return _ENCODER.encode(value)
+
+
+def _key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"{key!r} is the key of a JSON object, and must be a string")
+    return key
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant[:40]} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if math.isfinite(number) else _refuse(digits)
+
+
+def _whole(digits: str) -> int:
+    return int(digits)
+
+
+def _unchanged(value: dict[str, Any]) -> dict[str, Any]:
+    return value
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_SMALL_TEXTS = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+# The same values. A call of a function in Python is where another thread may take over.
+_LARGE_TEXTS = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_hook=_unchanged)
