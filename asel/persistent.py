@@ -23,6 +23,7 @@ from asel.codec import Codec
 from asel.errors import InvalidRequestError
 from asel.kernel import Cfg
 from asel.keys import CacheKey, alike
+from asel.memo import Memo
 from asel.moving import Imported
 from asel.outcomes import TuneReport
 from asel.persistence import Sought, Stored
@@ -85,6 +86,7 @@ class PersistentCache(Generic[Cfg]):
         self._codec: Codec[Cfg] = Codec(loader, dumper, cfg_type)
         self._listeners: list[Callable[[Rejected], object]] = []
         self._warned: set[Address] = set()
+        self._told: Memo[bool] = Memo(1024)
         for store in self._layers:
             store.on_rejected = self._reject
 
@@ -170,7 +172,7 @@ class PersistentCache(Generic[Cfg]):
         return self.store.claim(address, wait_s=wait_s, anew=anew)
 
     def read(self, record: Record, sought: Sought[Cfg]) -> Stored[Cfg] | None:
-        return self._told_of(self._read(record, sought.among))
+        return self._told_of(record, self._read(record, sought.among))
 
     async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
         """Return what earlier tunes of a key found, oldest first, whatever they chose among."""
@@ -274,7 +276,7 @@ class PersistentCache(Generic[Cfg]):
         newest_first = sorted(records, key=lambda record: record.created, reverse=True)
         for record in newest_first:
             read = await self._off_loop(_outcomes(record), partial(self._read, record, among))
-            if (stored := self._told_of(read)) is not None:
+            if (stored := self._told_of(record, read)) is not None:
                 return stored
         return None
 
@@ -302,11 +304,15 @@ class PersistentCache(Generic[Cfg]):
                     return True
         return False
 
-    def _told_of(self, read: Stored[Cfg] | Rejected) -> Stored[Cfg] | None:
-        if isinstance(read, Rejected):
+    def _told_of(self, record: Record, read: Stored[Cfg] | Rejected) -> Stored[Cfg] | None:
+        """Return what was read, unless it had to be rejected: that is told once for each record and reason."""
+        if not isinstance(read, Rejected):
+            return read
+        told = (record.address, record.created, record.writer, read.reason)
+        if self._told.get(told) is None:
+            self._told.put(told, True)
             self._reject(read)
-            return None
-        return read
+        return None
 
     def _record_of(self, report: TuneReport[Cfg]) -> Record:
         return Record(

@@ -36,7 +36,7 @@ __all__ = [
 
 FOOTER = b"\n]}\n"
 _HEADER = re.compile(rb'\{"asel": ?[0-9]+, ?"records": ?\[')
-_RECORD_START = re.compile(rb'\{\s*"asel"\s*:')
+_RECORD_START = re.compile(rb'\{\s*"asel"\s*:\s*[0-9]+\s*,(?!\s*"records")')
 
 
 def header() -> bytes:
@@ -82,7 +82,7 @@ def parse(document: bytes, where: str, known: Mapping[bytes, Address]) -> Conten
                 fresh.append((number, text))
         found = read_lines(fresh, where)
     else:
-        found = _read_any(document, lines, where)
+        found = _read_whole(document, where)
     contents.lines.update((record.address, record.to_json().encode()) for record in found.records)
     contents.foreign.extend(found.foreign)
     contents.rejected.extend(found.rejected)
@@ -94,15 +94,18 @@ def is_header(line: bytes) -> bool:
     return _HEADER.fullmatch(line.strip()) is not None
 
 
-def _read_any(document: bytes, lines: list[bytes], where: str) -> Found:
+def _read_whole(document: bytes, where: str) -> Found:
+    """Read a document that somebody has formatted, or whose first line is damaged."""
     try:
         return read_facts(records_in(strict_json.loads(document)), where)
     except RecordError as error:
         reason = str(error)
     except (ValueError, RecursionError) as error:
         reason = f"it is not JSON: {error or 'nested too deeply'}"
-    found = read_lines(bare_lines(lines), where)
-    return found if found.records or found.foreign else Found(rejected=[Rejected(where, reason)])
+    found = Found()
+    _recover(document, found)
+    found.rejected.append(Rejected(where, reason))
+    return found
 
 
 def records_in(document: Any) -> list[Any]:
@@ -152,21 +155,24 @@ def read_lines(lines: Iterable[tuple[int, bytes]], where: str) -> Found:
 
 
 def _recover(text: bytes, found: Found) -> bool:
-    """Read the records of a line whose ends are damaged, or of two lines that became one; tell if none is lost."""
-    pieces = list(_pieces(text))
-    intact = 0
+    """Read the records of a line whose ends are damaged, or of lines that became one; tell if none is lost."""
+    pieces, lost = list(_pieces(text)), False
     for piece in pieces:
         try:
             found.records.append(Record.from_json(piece))
-            intact += 1
+        except OtherSchemaError:
+            found.foreign.append(piece.encode())
         except RecordError:
-            pass
-    return bool(pieces) and intact == len(pieces)
+            lost = True
+    return bool(pieces) and not lost
 
 
-def _pieces(text: bytes) -> Iterator[bytes]:
+def _pieces(text: bytes) -> Iterator[str]:
+    """Give each part of a text that begins as a record does, up to where its JSON ends."""
     starts = [match.start() for match in _RECORD_START.finditer(text)]
     for start, end in pairwise([*starts, len(text)]):
-        piece = text[start:end]
-        if (last := piece.rfind(b"}")) >= 0:
-            yield piece[: last + 1]
+        piece = text[start:end].decode(errors="replace")
+        try:
+            yield strict_json.first(piece)
+        except (ValueError, RecursionError):
+            yield piece
