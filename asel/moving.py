@@ -38,8 +38,10 @@ from asel.threads import run_in_thread
 
 __all__ = ["Imported", "export", "export_to", "import_", "prune"]
 
-# Records that a thread works on in one go.
-_STEP = 256
+# Records that exist at a time as more than a line of text: few, so that the garbage collector has little to look at.
+_STEP = 16
+# Records that a thread reads in one go.
+_READ = 256
 # Records that are changed in one go: a document is rewritten once for each of these.
 _PAGE = 4096
 # A document that was formatted by somebody else has to be read as a whole.
@@ -156,23 +158,25 @@ class _Import:
     mismatched: list[tuple[str, str]] = field(default_factory=list)
 
     async def take(self, found: Iterator[Found]) -> None:
-        page: dict[Address, Record] = {}
-        while (step := await run_in_thread("importing", partial(self._next, found))) is not None:
-            page.update((record.address, record) for record in step)
+        page: dict[Address, Change] = {}
+        while (changes := await run_in_thread("importing", partial(self._next, found))) is not None:
+            page.update((change.address, change) for change in changes)
             if len(page) >= _PAGE:
-                await self._put(page)
+                await self._put(list(page.values()))
                 page = {}
-        await self._put(page)
+        await self._put(list(page.values()))
 
-    def _next(self, found: Iterator[Found]) -> list[Record] | None:
-        """Return the next records that fit, None at the end."""
-        step = next(found, None)
-        if step is None:
-            return None
-        self.mismatched += ((bad.where, bad.reason) for bad in step.rejected)
-        other = f"it is of another version, and this asel reads version {records.SCHEMA}"
-        self.mismatched += ((f"a record of {len(text)} bytes", other) for text in step.foreign)
-        return [record for record in step.records if self._fits(record)]
+    def _next(self, found: Iterator[Found]) -> list[Change] | None:
+        """Return what to do with the next records that fit, None at the end."""
+        changes: list[Change] = []
+        for step in found:
+            self.mismatched += ((bad.where, bad.reason) for bad in step.rejected)
+            other = f"it is of another version, and this asel reads version {records.SCHEMA}"
+            self.mismatched += ((f"a record of {len(text)} bytes", other) for text in step.foreign)
+            changes += (Change.put(record) for record in step.records if self._fits(record))
+            if len(changes) >= _READ:
+                return changes
+        return changes or None
 
     def _fits(self, record: Record) -> bool:
         try:
@@ -182,15 +186,17 @@ class _Import:
             return False
         return True
 
-    async def _put(self, page: dict[Address, Record]) -> None:
-        changes = [Change(address, record) for address, record in page.items()]
-        for change, changed in zip(changes, await _apply(self.store, changes), strict=True):
+    async def _put(self, changes: list[Change]) -> None:
+        results = await _apply(self.store, changes)
+        await run_in_thread("importing", partial(self._note, changes, results))
+
+    def _note(self, changes: list[Change], results: list[Changed]) -> None:
+        for change, changed in zip(changes, results, strict=True):
             if changed.done:
                 self.imported += 1
-            else:
-                assert change.record is not None
-                same = changed.record is not None and changed.record.cfg == change.record.cfg
-                self.skipped.append((change.address, "there already" + ("" if same else ", with another config")))
+                continue
+            same = change.line == changed.line or Record.from_json(change.line).cfg == changed.record().cfg
+            self.skipped.append((change.address, "there already" + ("" if same else ", with another config")))
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
@@ -256,11 +262,15 @@ async def prune(
     page: list[Change] = []
     deleted = 0
     async for step in _steps(store, is_condemned):
-        page += (Change(record.address, expected=record) for record in step)
+        page += await run_in_thread("pruning", partial(_deletions, step))
         if len(page) >= _PAGE:
             deleted += _count(await _apply(store, page))
             page = []
     return deleted + _count(await _apply(store, page))
+
+
+def _deletions(step: list[Record]) -> list[Change]:
+    return [Change.delete(record.address, expected=record) for record in step]
 
 
 def _count(changes: list[Changed]) -> int:

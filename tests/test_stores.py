@@ -316,7 +316,7 @@ def test_a_planted_directory_link_is_not_followed(directory, tmp_path, depth):
 
 @pytest.mark.parametrize(
     ("kind", "claims", "name"),
-    [("directory", "cache/claims", "{}.schema-2.lock"), ("document", ".c.json.claims", "{}.lock")],
+    [("directory", "cache/claims", "{}.schema-2.lock"), ("document", ".c.json.claims", "{}.schema-2.lock")],
 )
 def test_claims_are_not_made_through_a_planted_link(kind, claims, name, tmp_path):
     """Not even a lock, which is removed afterwards with whatever had its name."""

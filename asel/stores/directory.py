@@ -20,7 +20,6 @@ from pathlib import Path
 
 from asel.errors import StoreError
 from asel.keys import CacheKey
-from asel.stores import records
 from asel.stores.file_claims import file_claim, lock_files, remove_stale_locks
 from asel.stores.files import (
     FoundFile,
@@ -37,11 +36,23 @@ from asel.stores.files import (
     sweep,
 )
 from asel.stores.protocol import Change, Changed, Claim, StoreStats
-from asel.stores.records import Address, OtherSchemaError, Record, RecordError, Rejected, key_digest, log_rejected
+from asel.stores.records import (
+    Address,
+    OtherSchemaError,
+    Record,
+    RecordError,
+    Rejected,
+    key_digest,
+    log_rejected,
+    schema_name,
+)
 
 __all__ = ["DirectoryStore"]
 
-_BATCH = 256
+# Records are read a few at a time: more of them at once would be moved on by the garbage collector, whose next
+# look at everything stops all threads.
+_READ_BATCH = 16
+_WRITE_BATCH = 256
 _TRIES = 8
 
 
@@ -60,10 +71,6 @@ class DirectoryStore:
     def location(self) -> str:
         return str(self.root)
 
-    @property
-    def _schema(self) -> str:
-        return f"schema-{records.SCHEMA}"
-
     async def get(self, address: Address) -> Record | None:
         found = await in_thread(self.location, "reading from", partial(self._read, address))
         if isinstance(found, Rejected):
@@ -72,39 +79,39 @@ class DirectoryStore:
         return found
 
     async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
-        [changed] = await self.apply([Change(record.address, record, replace)])
-        assert changed.record is not None
-        return changed.record
+        [changed] = await self._make(lambda: [Change.put(record, replace=replace)])
+        return record if changed.done else await in_thread(self.location, "reading from", changed.record)
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
-        [changed] = await self.apply([Change(address, expected=expected)])
+        [changed] = await self._make(lambda: [Change.delete(address, expected=expected)])
         return changed.done
 
     async def apply(self, changes: Sequence[Change]) -> list[Changed]:
         """Make many changes; their directories are synced once for each batch, not once for each record."""
-        if self.read_only:
-            raise StoreError(f"{self.location} is only read", location=self.location)
         results: list[Changed] = []
-        for start in range(0, len(changes), _BATCH):
-            rejected: list[Rejected] = []
-            work = partial(self._apply, changes[start : start + _BATCH], rejected)
-            try:
-                results += await in_thread(self.location, "writing to", work)
-            finally:
-                for bad in rejected:
-                    self.on_rejected(bad)
+        for start in range(0, len(changes), _WRITE_BATCH):
+            results += await self._make(partial(list, changes[start : start + _WRITE_BATCH]))
         return results
 
+    async def _make(self, changes: Callable[[], Sequence[Change]]) -> list[Changed]:
+        if self.read_only:
+            raise StoreError(f"{self.location} is only read", location=self.location)
+        rejected: list[Rejected] = []
+        try:
+            return await in_thread(self.location, "writing to", lambda: self._apply(changes(), rejected))
+        finally:
+            for bad in rejected:
+                self.on_rejected(bad)
+
     def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AbstractAsyncContextManager[Claim]:
-        path = self.root / "claims" / f"{address.digest}.{self._schema}.lock"
-        return file_claim(path, self.location, partial(self.get, address), wait_s, anew)
+        return file_claim(self.root / "claims", address, self.location, partial(self.get, address), wait_s, anew)
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
         places = await in_thread(self.location, "listing", partial(self._shards, key))
         for shard in places:
             names = await in_thread(self.location, "listing", partial(self._names, shard, key))
-            for start in range(0, len(names), _BATCH):
-                batch = partial(self._read_all, shard, names[start : start + _BATCH])
+            for start in range(0, len(names), _READ_BATCH):
+                batch = partial(self._read_all, shard, names[start : start + _READ_BATCH])
                 for found in await in_thread(self.location, "reading from", batch):
                     if isinstance(found, Rejected):
                         self.on_rejected(found)
@@ -138,7 +145,7 @@ class DirectoryStore:
         inner = partial(opened, make=make, follow=self.read_only)  # what is shipped may lie behind links
         with (
             opened(self.root, make=make) as root,
-            inner(self._schema, inside=root) as base,
+            inner(schema_name(), inside=root) as base,
             inner(shard, inside=base) as directory,
         ):
             yield directory
@@ -187,13 +194,13 @@ class DirectoryStore:
         return Rejected(where, reason, key)
 
     def _where(self, shard: str, name: str) -> str:
-        return str(self.root / self._schema / shard / name)
+        return str(self.root / schema_name() / shard / name)
 
     def _shards(self, key: CacheKey | None) -> list[str]:
         if key is not None:
             return [key_digest(key)[:2]]
         try:
-            return sorted(name for name in os.listdir(self.root / self._schema) if len(name) == 2)
+            return sorted(name for name in os.listdir(self.root / schema_name()) if len(name) == 2)
         except FileNotFoundError:
             return []
 
@@ -213,7 +220,7 @@ class DirectoryStore:
         claims = self.root / "claims"
         if not self.read_only:
             remove_stale_locks(claims)
-        shards = [(self._names(shard), _sizes(self.root / self._schema / shard)) for shard in self._shards(None)]
+        shards = [(self._names(shard), _sizes(self.root / schema_name() / shard)) for shard in self._shards(None)]
         aside = _sizes(self.root / "set-aside")
         others = [*self.root.glob("??/*.json"), *self.root.glob("schema-*/??/*.json")]  # version 1 had no such folder
         return StoreStats(
@@ -223,7 +230,7 @@ class DirectoryStore:
             set_aside_bytes=sum(aside.values()),
             temporary=sum(is_temporary(name) for _, sizes in shards for name in sizes),
             locks=len(lock_files(claims)),
-            other_schemas=sum(path.parts[-3] != self._schema for path in others),
+            other_schemas=sum(path.parts[-3] != schema_name() for path in others),
         )
 
     # Writing:
@@ -233,7 +240,7 @@ class DirectoryStore:
         shards = sorted(enumerate(changes), key=lambda numbered: _place(numbered[1].address)[0])
         for shard, group in itertools.groupby(shards, key=lambda numbered: _place(numbered[1].address)[0]):
             numbered = list(group)
-            puts = any(change.record is not None for _, change in numbered)
+            puts = any(change.line for _, change in numbered)
             try:
                 with self._shard(shard, make=puts) as directory:
                     for number, change in numbered:
@@ -243,26 +250,23 @@ class DirectoryStore:
             except FileNotFoundError:
                 if puts:
                     raise
-                results |= {number: Changed(None, False) for number, _ in numbered}  # there is nothing to delete
+                results |= {number: Changed("", False) for number, _ in numbered}  # there is nothing to delete
         return [results[number] for number in range(len(changes))]
 
     def _apply_in(self, directory: int, change: Change, rejected: list[Rejected]) -> Changed:
-        if change.record is None:
-            return Changed(None, _delete(directory, change.address, change.expected))
-        return self._put_in(directory, change.record, change.replace, rejected)
-
-    def _put_in(self, directory: int, record: Record, replace: bool, rejected: list[Rejected]) -> Changed:
-        contents = record.to_json().encode()
-        shard, name = _place(record.address)
-        if replace:
+        if not change.line:
+            return Changed("", _delete(directory, change))
+        shard, name = _place(change.address)
+        contents = change.line.encode()
+        if change.replace:
             overwrite(name, contents, directory, sync=False)
-            return Changed(record, True)
+            return Changed(change.line, True)
         for _ in range(_TRIES):
             if create(name, contents, directory, sync=False):
-                return Changed(record, True)
-            found = self._read_in(directory, shard, name, record.address, in_the_way=True)
+                return Changed(change.line, True)
+            found = self._read_in(directory, shard, name, change.address, in_the_way=True)
             if isinstance(found, Record):
-                return Changed(found, False)
+                return Changed(found.to_json(), False)
             if found is not None:
                 rejected.append(found)
         raise StoreError(
@@ -275,25 +279,18 @@ def _place(address: Address) -> tuple[str, str]:
     return address.key_digest[:2], f"{address.digest}.json"
 
 
-def _delete(directory: int, address: Address, expected: Record | None) -> bool:
+def _delete(directory: int, change: Change) -> bool:
     """Compare and delete as one step: nobody replaces the record in between."""
-    _, name = _place(address)
+    _, name = _place(change.address)
     try:
         with alone_in(directory):
-            if expected is not None:
+            if change.expected:
                 with held_file(name, directory) as file:
-                    if not _holds(file.read(), expected):
+                    if not change.expects(file.read().decode(errors="replace")):
                         return False
             os.unlink(name, dir_fd=directory)
             return True
     except (FileNotFoundError, RecordError):  # something that is not a file is not the expected one either
-        return False
-
-
-def _holds(contents: bytes, record: Record) -> bool:
-    try:
-        return Record.from_json(contents) == record  # whichever way it is spelt
-    except RecordError:
         return False
 
 

@@ -35,10 +35,12 @@ __all__ = ["DocumentStore"]
 
 _MOST_BYTES = 256 << 20
 _LOCK_S = 10.0
-_BATCH = 256
+# Records are read a few at a time: more of them at once would be moved on by the garbage collector, whose next
+# look at everything stops all threads.
+_READ_BATCH = 16
 
 
-_UNCHANGED = Changed(None, False)
+_UNCHANGED = Changed("", False)
 
 
 @dataclass(slots=True)
@@ -46,24 +48,25 @@ class _Change:
     """A put or a deletion on its way into the file, and what came of it."""
 
     asked: Change
-    line: bytes = b""
     result: Changed = _UNCHANGED
 
     def apply(self, lines: dict[Address, bytes]) -> bool:
-        """Change the lines; return whether there was something to change."""
-        address, record = self.asked.address, self.asked.record
-        stored = lines.get(address)
-        if record is None:
-            found = stored is not None and self.asked.expected in (None, Record.from_json(stored))
+        """Change the lines; return whether there was something to change.
+
+        It may have been made before, by a task that was cancelled before it could say so.
+        """
+        asked, line = self.asked, self.asked.line.encode()
+        stored = lines.get(asked.address)
+        if not line:
+            found = stored is not None and asked.expects(stored.decode())
             if found:
-                del lines[address]
-            # It may have been written before, by a task that was cancelled before it could say so.
-            self.result = Changed(None, found or self.result.done)
+                del lines[asked.address]
+            self.result = Changed("", found or self.result.done)
             return found
-        if stored is not None and (not self.asked.replace or stored == self.line):
-            self.result = Changed(Record.from_json(stored), self.result.done and stored == self.line)
+        if stored is not None and (not asked.replace or stored == line):
+            self.result = Changed(stored.decode(), self.result.done and stored == line)
             return False
-        lines[address], self.result = self.line, Changed(record, True)
+        lines[asked.address], self.result = line, Changed(asked.line, True)
         return True
 
 
@@ -109,35 +112,35 @@ class DocumentStore:
         return record
 
     async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
-        [changed] = await self.apply([Change(record.address, record, replace)])
-        assert changed.record is not None
-        return changed.record
+        # What cannot be stored is the caller's error alone, not that of the whole batch.
+        change = await in_thread(self.location, "writing", partial(Change.put, record, replace=replace))
+        [changed] = await self.apply([change])
+        return record if changed.done else await in_thread(self.location, "reading", changed.record)
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
-        [changed] = await self.apply([Change(address, expected=expected)])
+        change = await in_thread(self.location, "writing", partial(Change.delete, address, expected=expected))
+        [changed] = await self.apply([change])
         return changed.done
 
     async def apply(self, changes: Sequence[Change]) -> list[Changed]:
         """Make many changes in one rewrite, together with those that come while another batch is being written."""
-        # What cannot be stored is the caller's error alone, not that of the whole batch.
-        ours = await in_thread(self.location, "writing", partial(_with_lines, changes))
         batch = self._next.get(None)
         if batch is None:
             self._next.set(batch := _Batch())
+        ours = [_Change(change) for change in changes]
         batch.changes += ours
         await batch.written.carry(partial(self._write_batch, batch), partial(self._close, batch))
         return [change.result for change in ours]
 
     def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AbstractAsyncContextManager[Claim]:
-        path = self._claims / f"{address.digest}.lock"
-        return file_claim(path, self.location, partial(self.get, address), wait_s, anew)
+        return file_claim(self._claims, address, self.location, partial(self.get, address), wait_s, anew)
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
         contents, rejected = await in_thread(self.location, "reading", self._read)
         self._tell(rejected)
         lines = [line for address, line in contents.lines.items() if key is None or address.key == key]
-        for start in range(0, len(lines), _BATCH):
-            batch = lines[start : start + _BATCH]
+        for start in range(0, len(lines), _READ_BATCH):
+            batch = lines[start : start + _READ_BATCH]
             for record in await in_thread(self.location, "reading", lambda: [*map(Record.from_json, batch)]):  # noqa: B023
                 yield record
 
@@ -277,10 +280,6 @@ class DocumentStore:
             locks=len(lock_files(self._claims)),
             other_schemas=len(contents.foreign),
         )
-
-
-def _with_lines(changes: Sequence[Change]) -> list[_Change]:
-    return [_Change(change, b"" if change.record is None else change.record.to_json().encode()) for change in changes]
 
 
 def _is_link_to_follow(name: str, directory: int) -> bool:

@@ -16,7 +16,7 @@ import filelock
 from asel.errors import StoreError
 from asel.stores.files import in_thread
 from asel.stores.protocol import Claim, claiming
-from asel.stores.records import Record
+from asel.stores.records import Address, Record, schema_name
 
 __all__ = ["file_claim", "lock_files", "remove_stale_locks"]
 
@@ -66,9 +66,15 @@ class FileClaim:
 
 @asynccontextmanager
 async def file_claim(
-    path: Path, location: str, look: Callable[[], Awaitable[Record | None]], wait_s: float, anew: bool
+    folder: Path,
+    address: Address,
+    location: str,
+    look: Callable[[], Awaitable[Record | None]],
+    wait_s: float,
+    anew: bool,
 ) -> AsyncIterator[Claim]:
     """Hold a claim by a lock on a file; those who wait for it poll, and occupy no thread meanwhile."""
+    path = folder / f"{address.digest}.{schema_name()}.lock"
     delays = chain((0.01, 0.015, 0.02, 0.03, 0.05), repeat(0.1))
 
     async def attempt() -> Callable[[], Awaitable[None]] | None:
@@ -76,7 +82,7 @@ async def file_claim(
 
         def take() -> bool:
             if next(_attempts) % MAX_LOCK_FILES == 0:
-                remove_stale_locks(path.parent)
+                remove_stale_locks(folder)
             return lock.take()
 
         # Shielded, so that a lock that was got is known to be; bounded, because a file system may hang.

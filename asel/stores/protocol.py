@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import anyio
 
 from asel.keys import CacheKey
-from asel.stores.records import Address, Record, Rejected
+from asel.stores.records import Address, Record, RecordError, Rejected
+from asel.threads import run_in_thread
 
 __all__ = ["Change", "Changed", "Claim", "Store", "StoreDefaults", "StoreStats", "claiming"]
 
@@ -35,19 +37,44 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A record to put, or (without one) the deletion of what is at an address."""
+    """A record to put, or the deletion of what is at an address.
+
+    Records are lines of JSON here: thousands of them are one string each, and no work for the garbage collector.
+    """
 
     address: Address
-    record: Record | None = None
+    line: str = ""
+    """The record to put; empty for a deletion."""
     replace: bool = False
-    expected: Record | None = None
+    expected: str = ""
+    """The record to delete; whatever there is, if empty."""
+
+    @classmethod
+    def put(cls, record: Record, *, replace: bool = False) -> Change:
+        return cls(record.address, record.to_json(), replace)
+
+    @classmethod
+    def delete(cls, address: Address, *, expected: Record | None = None) -> Change:
+        return cls(address, expected="" if expected is None else expected.to_json())
+
+    def expects(self, line: str) -> bool:
+        """Tell whether a deletion is meant for this record, whichever way it is spelt."""
+        if not self.expected or line == self.expected:
+            return True
+        try:
+            return Record.from_json(line) == Record.from_json(self.expected)
+        except RecordError:
+            return False
 
 
 class Changed(NamedTuple):
-    """What became of a change: the record that is stored now, and whether this change made the difference."""
+    """What became of a change: the line that is stored now, and whether this change made the difference."""
 
-    record: Record | None
+    line: str
     done: bool
+
+    def record(self) -> Record:
+        return Record.from_json(self.line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +165,18 @@ class StoreDefaults:
 
 
 async def _apply(store: Store, change: Change) -> Changed:
-    if change.record is None:
-        return Changed(None, await store.delete(change.address, expected=change.expected))
+    if not change.line:
+        expected = await run_in_thread("reading a record", partial(_record, change.expected))
+        return Changed("", await store.delete(change.address, expected=expected))
     if not change.replace and (before := await store.get(change.address)) is not None:
-        return Changed(before, False)
-    stored = await store.put(change.record, replace=change.replace)
-    return Changed(stored, stored == change.record)
+        return Changed(await run_in_thread("writing a record", before.to_json), False)
+    record = await run_in_thread("reading a record", partial(Record.from_json, change.line))
+    stored = await store.put(record, replace=change.replace)
+    return Changed(await run_in_thread("writing a record", stored.to_json), stored == record)
+
+
+def _record(line: str) -> Record | None:
+    return Record.from_json(line) if line else None
 
 
 @asynccontextmanager

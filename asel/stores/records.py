@@ -35,6 +35,7 @@ __all__ = [
     "environment_digest",
     "key_digest",
     "log_rejected",
+    "schema_name",
 ]
 
 # The version of the format. Each version keeps its records apart from the others' and leaves theirs alone.
@@ -86,6 +87,11 @@ class Address(NamedTuple):
     def key_digest(self) -> str:
         """What the digests of all addresses of one key begin with."""
         return key_digest(self.key)
+
+
+def schema_name() -> str:
+    """Return what the places of this version's records and claims are called, apart from other versions'."""
+    return f"schema-{SCHEMA}"
 
 
 def key_digest(key: CacheKey) -> str:

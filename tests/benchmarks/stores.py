@@ -1,17 +1,20 @@
 """What keeping records costs, beside ejKernel's PersistentCache: `python tests/benchmarks/stores.py`.
 
-Puts and gets with few and with many records, a start with 10,000 of them, and a fleet's cold start.
-Exits with 1 if a budget is exceeded.
+Puts and gets with few and with many records, a start with 10,000 of them, moving thousands of them, and a
+fleet's cold start. Exits with 1 if a budget is exceeded. `--moving` times the moves alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -28,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from fleet import Fleet, Order, answers
 from redis_server import RedisServer
 
+from asel import PersistentCache
 from asel.keys import CacheKey
 from asel.stores import DocumentStore, open_store
 from asel.stores.records import Record
@@ -182,6 +186,93 @@ def time_starts(size: int) -> Table:
     return table
 
 
+class Heartbeat:
+    """How late a task is that wants to run every millisecond: how long the event loop was stopped for others."""
+
+    def __init__(self) -> None:
+        self.latest_s = 0.0
+
+    async def beat(self) -> None:
+        while True:
+            due = perf_counter() + 0.001
+            await anyio.sleep(0.001)
+            self.latest_s = max(self.latest_s, perf_counter() - due)
+
+
+async def watched(work: Callable[[], Any]) -> tuple[Any, float, float]:
+    """Return what some work returns, how many seconds it took, and the event loop's longest stall meanwhile."""
+    heartbeat = Heartbeat()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(heartbeat.beat)
+        await anyio.sleep(0.01)
+        start = perf_counter()
+        result = await work()
+        taken = perf_counter() - start
+        tasks.cancel_scope.cancel()
+    return result, taken, heartbeat.latest_s
+
+
+async def idle() -> float:
+    """Return the event loop's longest stall in a second in which nothing happens."""
+    return (await watched(lambda: anyio.sleep(1)))[2]
+
+
+async def move(location: str, folder: str, size: int) -> dict[str, tuple[float, float]]:
+    """Return seconds and the longest stall of each way to move records."""
+    documents = [{"records": [record(number).to_facts() for number in range(size)]}]
+    large = replace(record(size), report={"outcomes": OUTCOMES * 250})  # two megabytes
+    results: dict[str, tuple[float, float]] = {}
+
+    async def step(name: str, work: Callable[[], Any]) -> Any:
+        gc.collect()
+        result, *times = await watched(work)
+        results[name] = (times[0], times[1])
+        return result
+
+    async with opened(location) as store:
+        cache = PersistentCache("matmul", store)
+        assert (await step("import", lambda: cache.import_(documents.pop()))).imported == size
+        await step("export", cache.export)
+        assert await step("export_to", lambda: cache.export_to(f"{folder}/export.json")) == size
+        await step("prune half", lambda: cache.prune(lambda one: one.cfg["m"] % 2 == 0))
+        await step("import a file", lambda: cache.import_(f"{folder}/export.json"))
+        await step("put 2 MB", lambda: store.put(large))
+        await step("get 2 MB", lambda: store.get(large.address))
+    return results
+
+
+def time_moves(sizes: tuple[int, ...]) -> Table:
+    """Return how long it takes to move records, and how long the event loop stands still meanwhile."""
+    calm = anyio.run(idle)
+    title = f"Seconds, and the event loop's longest stall; {calm * 1e3:.0f} ms while nothing happens"
+    table = Table("store", "records", title=title, box=SIMPLE)
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder, RedisServer() as redis:
+            for name, location in {
+                "directory": f"{folder}/c",
+                "document": f"{folder}/c.json",
+                "redis": redis.url(),
+            }.items():
+                results = anyio.run(move, location, folder, size)
+                if len(table.columns) == 2:
+                    for step in results:
+                        table.add_column(step, justify="right")
+                cells = [f"{taken:.2f} s {stall * 1e3:.0f} ms" for taken, stall in results.values()]
+                table.add_row(name, f"{size:,}", *cells)
+    return table
+
+
+async def peak(size: int) -> tuple[float, float]:
+    """Return the megabytes that exporting a directory of so many records to a file takes, and the whole peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = PersistentCache("matmul", f"{folder}/c")
+        await fill(cache.store, size)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert await cache.export_to(f"{folder}/export.json") == size
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (after - before) / 1024, after / 1024
+
+
 def time_fleets() -> tuple[Table, bool]:
     table = Table("store", "processes", "tunes", "seconds until all have an answer", "", box=SIMPLE)
     kept = True
@@ -204,8 +295,17 @@ def time_fleets() -> tuple[Table, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time stores beside ejKernel's.")
     parser.add_argument("--quick", action="store_true", help="at most 10,000 records")
-    sizes = SIZES[:-1] if parser.parse_args().quick else SIZES
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    parser.add_argument("--moving", action="store_true", help="exports, imports and prunes alone")
+    given = parser.parse_args()
+    sizes = SIZES[:-1] if given.quick else SIZES
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    added, whole = anyio.run(peak, 10_000 if given.quick else 100_000)  # first: a process's peak never falls
+    console.print(
+        f"export_to of {10_000 if given.quick else 100_000:,} records: {added:.0f} MB more than {whole - added:.0f} MB"
+    )
+    console.print(time_moves((1_000, 10_000) if given.quick else (1_000, 5_000, 20_000)))
+    if given.moving:
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         console.print(f"The file system's floor for a durable file: {floor_s(folder) * 1e3:.3f} ms")
     costs, cheap = compare_costs(sizes)

@@ -1,0 +1,295 @@
+"""Exports, imports and prunes of many records: in threads, in pages, with one rewrite for a batch."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+from redis_server import RedisServer
+from store_contract import everything, record
+
+from asel import InvalidRequestError, PersistentCache, moving
+from asel.errors import StoreError
+from asel.stores import DocumentStore, StoreDefaults, document, strict_json
+from asel.stores.records import Record
+
+COUNT = 1000
+
+
+def many(count: int = COUNT) -> list[Record]:
+    return [record(number, checksum=f"c{number}") for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def redis():
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["cache", "cache.json", "redis", "a store of one's own"])
+def cache(request, tmp_path):
+    if request.param == "redis":
+        server = request.getfixturevalue("redis")
+        with server.client() as client:
+            client.flushall()
+        return PersistentCache("toy", server.url())
+    if request.param == "a store of one's own":
+        return PersistentCache("toy", InMemory())
+    return PersistentCache("toy", tmp_path / request.param)
+
+
+class InMemory:
+    """The smallest store that there can be."""
+
+    location = "memory"
+
+    def __init__(self) -> None:
+        self.kept: dict = {}
+        self.on_rejected = lambda rejected: None
+
+    async def get(self, address):
+        return self.kept.get(address)
+
+    async def put(self, record, *, replace=False, claim=None):
+        if replace:
+            self.kept[record.address] = record
+        return self.kept.setdefault(record.address, record)
+
+    def claim(self, address, *, wait_s=0.0, anew=False):
+        raise NotImplementedError
+
+    async def records(self, key=None):
+        for one in list(self.kept.values()):
+            yield one
+
+    async def delete(self, address, *, expected=None):
+        return self.kept.pop(address, None) is not None
+
+
+def test_records_go_from_any_store_to_any_other(cache, tmp_path, real_backend):
+    """As a document in memory, and as a file; what is there already is skipped."""
+
+    async def scene():
+        async with cache:
+            taken = await cache.import_({"records": [one.to_facts() for one in many(300)]})
+            assert (taken.imported, taken.skipped, taken.mismatched) == (300, (), ())
+            path = tmp_path / "export.json"
+            assert await cache.export_to(path, lambda one: one.cfg != 7) == 299
+            assert json.loads(path.read_text())["records"] == (await cache.export(lambda one: one.cfg != 7))["records"]
+            other = PersistentCache("toy", tmp_path / "other")
+            assert (await other.import_(path)).imported == 299
+            await cache.store.put(record("changed", checksum="c9"), replace=True)
+            taken = await cache.import_(str(path))
+            assert taken.imported == 0
+            assert {why for _, why in taken.skipped} == {"there already", "there already, with another config"}
+            assert (await cache.stats()).records == 300
+            assert await cache.prune(lambda one: one.cfg == "changed" or one.cfg % 2) == 150
+            assert (await cache.stats()).records == 150
+
+    anyio.run(scene, backend=real_backend)
+
+
+def test_a_document_is_written_once_for_a_batch(tmp_path, monkeypatch):
+    """Importing and pruning a thousand records rewrite it once each."""
+    overwrite, writes = document.overwrite, []
+
+    def counted(*args, **options):
+        writes.append(args)
+        overwrite(*args, **options)
+
+    monkeypatch.setattr(document, "overwrite", counted)
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "cache.json")
+        assert (await cache.import_({"records": [one.to_facts() for one in many()]})).imported == COUNT
+        assert len(writes) == 1
+        assert await cache.prune(lambda one: one.cfg % 2 == 0) == COUNT // 2
+        assert len(writes) == 2
+
+    anyio.run(scene)
+
+
+def test_a_directory_is_synced_once_for_a_batch(tmp_path, monkeypatch):
+    """Not once for each record: what is deleted together is on disk together."""
+    synced, fsync = [], os.fsync
+
+    def counted(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            synced.append(file)
+        fsync(file)
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "cache")
+        await cache.import_({"records": [one.to_facts() for one in many()]})  # all of one key, and so of one folder
+        monkeypatch.setattr(os, "fsync", counted)
+        assert await cache.prune(lambda one: True) == COUNT
+        assert len(synced) <= COUNT / 256 + 1
+
+    anyio.run(scene)
+
+
+def test_nothing_that_takes_long_is_done_on_the_event_loop(cache, tmp_path, monkeypatch, real_backend):
+    """Records are parsed and written as JSON in threads, one large put included."""
+    loop, on_loop = threading.get_ident(), []
+
+    def watched(function):
+        def call(*args):
+            if threading.get_ident() == loop:
+                on_loop.append(function.__name__)
+            return function(*args)
+
+        return call
+
+    large = record("x" * 200_000, checksum="large")
+
+    async def scene():
+        async with cache:
+            facts = [one.to_facts() for one in many(300)]
+            monkeypatch.setattr(strict_json, "dumps", watched(strict_json.dumps))
+            monkeypatch.setattr(strict_json, "loads", watched(strict_json.loads))
+            await cache.import_({"records": facts})
+            await cache.export()
+            await cache.export_to(tmp_path / "export.json")
+            await cache.import_(tmp_path / "export.json")
+            await cache.store.put(large)
+            await cache.store.put(large, replace=True)
+            assert await cache.store.get(large.address) == large
+            await cache.prune(lambda one: True)
+
+    anyio.run(scene, backend=real_backend)
+    assert on_loop == []
+
+
+def test_an_export_to_a_file_has_few_records_in_memory(tmp_path):
+    """A page of them at a time, however many there are."""
+    most = 0
+
+    async def scene():
+        nonlocal most
+        cache = PersistentCache("toy", tmp_path / "cache")
+        await cache.import_({"records": [one.to_facts() for one in many(3000)]})
+
+        def look(one):
+            nonlocal most
+            if one.cfg % 100 == 0:
+                most = max(most, sum(isinstance(each, Record) for each in gc.get_objects()))
+            return True
+
+        assert await cache.export_to(tmp_path / "export.json", look) == 3000
+
+    anyio.run(scene)
+    assert most < 1500
+
+
+def test_a_file_that_was_reformatted_or_damaged_is_imported_as_far_as_it_can_be_read(tmp_path):
+    """An indented one wholly; one with a bad line without that line."""
+
+    async def scene():
+        source = PersistentCache("toy", tmp_path / "source")
+        await source.import_({"records": [one.to_facts() for one in many(20)]})
+        path = tmp_path / "export.json"
+        await source.export_to(path)
+        lines = path.read_text().splitlines()
+        path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
+        assert (await PersistentCache("toy", tmp_path / "a").import_(path)).imported == 20
+        lines[3] = lines[3].replace("0.25", "0.26")
+        path.write_text("\n".join(lines))
+        taken = await PersistentCache("toy", tmp_path / "b").import_(path)
+        assert (taken.imported, len(taken.mismatched)) == (19, 1)
+        assert "line 4" in taken.mismatched[0][0]
+
+    anyio.run(scene)
+
+
+@pytest.mark.parametrize("contents", [b"", b"nonsense", b"[]", b'{"some": "thing"}', None])
+def test_a_file_that_is_not_a_document_is_refused(tmp_path, contents):
+    """With the reason, and nothing is imported."""
+    path = tmp_path / "x.json"
+    if contents is not None:
+        path.write_bytes(contents)
+
+    async def scene():
+        with pytest.raises(InvalidRequestError, match="cannot be imported"):
+            await PersistentCache("toy", tmp_path / "cache").import_(path)
+
+    anyio.run(scene)
+
+
+def test_other_versions_records_are_not_imported(tmp_path):
+    """And are counted among those that could not be taken."""
+    facts = record().to_facts() | {"asel": 99}
+
+    async def scene():
+        taken = await PersistentCache("toy", tmp_path / "cache").import_({"records": [facts]})
+        assert (taken.imported, len(taken.mismatched)) == (0, 1)
+        assert "version" in taken.mismatched[0][1]
+
+    anyio.run(scene)
+
+
+def test_a_store_is_not_exported_over_itself(tmp_path):
+    """Whoever puts meanwhile would lose the record."""
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "c.json")
+        await cache.store.put(record())
+        with pytest.raises(InvalidRequestError, match="another file"):
+            await cache.export_to(tmp_path / "c.json")
+        assert await everything(DocumentStore(tmp_path / "c.json")) == [record()]
+
+    anyio.run(scene)
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    """A full disk costs the export, not the earlier one."""
+
+    async def scene():
+        cache, path = PersistentCache("toy", tmp_path / "cache"), tmp_path / "export.json"
+        await cache.store.put(record())
+        path.write_text("the earlier one")
+        monkeypatch.setattr(moving, "_document", broken)
+        with pytest.raises(StoreError, match=r"export.json failed: .*No space"):
+            await cache.export_to(path)
+        assert path.read_text() == "the earlier one"
+
+    def broken(*args):
+        yield b"half"
+        raise OSError(28, "No space left on device")
+
+    anyio.run(scene)
+    assert {path.name for path in Path(tmp_path).iterdir()} == {"cache", "export.json"}
+
+
+def test_a_failing_store_ends_a_batch_with_its_own_error(tmp_path):
+    """One error, not a group of them, however many changes were under way."""
+
+    class Full(InMemory):
+        async def put(self, record, *, replace=False, claim=None):
+            await anyio.lowlevel.checkpoint()
+            raise StoreError("full")
+
+    async def scene():
+        with pytest.raises(StoreError, match=r"^full$"):
+            await PersistentCache("toy", Full()).import_({"records": [one.to_facts() for one in many(200)]})
+
+    anyio.run(scene)
+
+
+def test_stores_take_the_defaults_they_do_not_have():
+    """`StoreDefaults` has what a store need not write itself."""
+
+    class Own(InMemory, StoreDefaults):
+        pass
+
+    async def scene():
+        store = Own()
+        await store.put(record())
+        assert (await store.stats()).records == 1
+
+    anyio.run(scene)

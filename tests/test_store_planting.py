@@ -1,0 +1,171 @@
+"""Directories that others may write to: whatever they plant, nothing of ours leaks and nothing outside is touched."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import anyio
+import filelock
+import pytest
+from store_contract import everything, record
+
+from asel import PersistentCache
+from asel.errors import StoreError
+from asel.stores import DirectoryStore, DocumentStore, document
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A file that is nobody else's to read."""
+    path = tmp_path / "secret"
+    path.write_text("the private key")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def shared(tmp_path):
+    path = tmp_path / "shared"
+    path.mkdir()
+    path.chmod(0o1777)
+    return path
+
+
+def test_a_link_planted_while_the_lock_is_waited_for_is_not_copied(shared, secret, monkeypatch):
+    """The document is looked at after the lock was got, and is opened once: a link is refused, whenever it came."""
+    store, failures, is_waiting = DocumentStore(shared / "s.json"), [], threading.Event()
+    anyio.run(store.put, record())
+
+    class Announced(filelock.UnixFileLock):
+        def acquire(self, *args, **kwargs):
+            is_waiting.set()
+            return super().acquire(*args, **kwargs)
+
+    def put():
+        try:
+            anyio.run(store.put, record(2, checksum="c2"))
+        except StoreError as error:
+            failures.append(str(error))
+
+    with filelock.UnixFileLock(shared / ".s.json.lock"):  # the attacker's
+        monkeypatch.setattr(filelock, "UnixFileLock", Announced)
+        writer = threading.Thread(target=put)
+        writer.start()
+        assert is_waiting.wait(10)
+        store.path.unlink()
+        store.path.symlink_to(secret)
+    writer.join()
+    assert len(failures) == 1
+    assert "link" in failures[0]
+    assert not [path.name for path in shared.iterdir() if not path.is_symlink() and "key" in path.read_text()]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_what_is_made_of_a_document_is_as_private_as_the_document(shared, mode):
+    """The copy of a bad one, and every later version."""
+    store = DocumentStore(shared / "s.json")
+    store.on_rejected = lambda rejected: None
+    store.path.write_text("bad, and none of your business")
+    store.path.chmod(mode)
+    anyio.run(store.put, record())
+    for name in ("s.json", "s.json.bad-0"):
+        assert stat.S_IMODE((shared / name).stat().st_mode) == mode
+
+
+def test_a_copy_whose_group_cannot_be_kept_is_not_for_the_group(shared, monkeypatch):
+    """Our own group is another one, and may have other members."""
+    store = DocumentStore(shared / "s.json")
+    store.on_rejected = lambda rejected: None
+    store.path.write_text("bad")
+    store.path.chmod(0o664)
+
+    def refuse(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    anyio.run(store.put, record())
+    assert stat.S_IMODE((shared / "s.json.bad-0").stat().st_mode) == 0o604
+
+
+def test_a_document_is_read_through_a_link_of_someone_we_trust_only(shared, monkeypatch, tmp_path):
+    """Ours, root's and the directory owner's links lead where they meant; another user's leads where they please."""
+    real = DocumentStore(tmp_path / "real.json")
+    anyio.run(real.put, record())
+    link = shared / "s.json"
+    link.symlink_to(real.path)
+    rejected = []
+
+    def read():
+        store = DocumentStore(link)
+        store.on_rejected = rejected.append
+        return anyio.run(everything, store)
+
+    assert read() == [record()]
+    true_stat = os.stat
+
+    def strangers(*args, **kwargs):
+        facts = true_stat(*args, **kwargs)
+        if kwargs.get("follow_symlinks") is False and stat.S_ISLNK(facts.st_mode):
+            return os.stat_result((*facts[:4], os.geteuid() + 1000, *facts[5:]))
+        return facts
+
+    monkeypatch.setattr(os, "stat", strangers)
+    assert read() == []
+    assert "link" in rejected[0].reason
+
+
+@pytest.mark.parametrize("plant", [os.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_what_is_not_a_document_is_neither_read_nor_replaced(shared, plant):
+    """A pipe in its place does not hang a reader, and a put says what is wrong."""
+    store = DocumentStore(shared / "s.json")
+    store.on_rejected = lambda rejected: None
+    plant(store.path)
+
+    async def scene():
+        with anyio.fail_after(10):
+            assert await store.get(record().address) is None
+            with pytest.raises(StoreError, match="plain file"):
+                await store.put(record())
+
+    anyio.run(scene)
+    assert not store.path.is_file()
+
+
+def test_a_planted_temporary_name_is_not_written_through(shared, secret):
+    """The name that a document's next version is written under is made anew, never opened."""
+    (shared / ".s.json.tmp").symlink_to(secret)
+    store = DocumentStore(shared / "s.json")
+    anyio.run(store.put, record())
+    assert anyio.run(store.get, record().address) == record()
+    assert secret.read_text() == "the private key"
+
+
+def test_an_export_replaces_a_planted_link_and_not_what_it_leads_to(shared, secret, tmp_path):
+    """A file is written beside it and renamed into its place."""
+    cache = PersistentCache("toy", DirectoryStore(tmp_path / "cache"))
+    target = shared / "export.json"
+    target.symlink_to(secret)
+
+    async def scene():
+        await cache.store.put(record())
+        assert await cache.export_to(target) == 1
+
+    anyio.run(scene)
+    assert secret.read_text() == "the private key"
+    assert not target.is_symlink()
+
+
+def test_a_document_too_large_to_read_is_not_overwritten(shared, monkeypatch):
+    """What cannot be merged is not replaced either."""
+    monkeypatch.setattr(document, "_MOST_BYTES", 1000)
+    store = DocumentStore(shared / "s.json")
+    store.path.write_text("x" * 2000)
+
+    async def scene():
+        with pytest.raises(StoreError, match="2,000 bytes"):
+            await store.put(record())
+
+    anyio.run(scene)
+    assert store.path.read_text() == "x" * 2000
