@@ -87,6 +87,12 @@ def kill_writers(location: str, kills: int, seed: int = 0) -> tuple[set[int], li
     return acknowledged, anyio.run(everything)
 
 
+def half_written(location: str) -> list[Path]:
+    """Return what killed writers left of a directory or a document."""
+    path = Path(location)
+    return [*path.rglob(".tmp-*"), *path.parent.glob(f".{path.name}.tmp*")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill writers and count what is lost.")
     parser.add_argument("location")
@@ -98,8 +104,7 @@ def main() -> int:
     acknowledged, found = kill_writers(given.location, given.kills, seed=random.randrange(2**32))
     lost = acknowledged - {one.cfg for one in found}
     print(f"{given.kills} kills, {len(acknowledged)} puts acknowledged, {len(found)} records, {len(lost)} lost")
-    leftovers = list(Path(given.location).rglob(".tmp-*")) if Path(given.location).is_dir() else []
-    print(f"{len(leftovers)} half-written files left, to be swept in an hour")
+    print(f"{len(half_written(given.location))} half-written files left")
     return 1 if lost else 0
 
 

@@ -7,7 +7,7 @@ import sys
 
 import anyio
 import pytest
-from crashes import kill_writers, record
+from crashes import half_written, kill_writers, record
 
 from asel.stores import open_store
 
@@ -21,6 +21,8 @@ def test_no_acknowledged_put_is_lost_to_kill_9(name, kills, tmp_path):
     assert len(acknowledged) >= kills
     assert acknowledged <= {one.cfg for one in found}
     assert all(one == record(one.cfg) for one in found)
+    if name == "cache.json":
+        assert len(half_written(str(tmp_path / name))) <= 1
 
 
 PUTS = """

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,6 @@ _LOCK_S = 10.0
 # Records are read a few at a time: more of them at once would be moved on by the garbage collector, whose next
 # look at everything stops all threads.
 _READ_BATCH = 16
-
-
 _UNCHANGED = Changed("", False)
 
 
@@ -146,7 +144,9 @@ class DocumentStore:
 
     async def stats(self) -> StoreStats:
         """Return how full the document is. What dead processes left beside it is removed on the way."""
-        return await in_thread(self.location, "looking at", self._stats)
+        stats, rejected = await in_thread(self.location, "looking at", self._stats)
+        self._tell(rejected)
+        return stats
 
     async def _write_batch(self, batch: _Batch) -> None:
         turn = self._turn.get(None)
@@ -200,7 +200,8 @@ class DocumentStore:
         except FileNotFoundError:
             return Contents(), []
         except NotAFileError as error:
-            return Contents(), [Rejected(self.location, str(error))]
+            seen, self._seen = self._seen, _Seen(None, Contents(rejected=[Rejected(self.location, str(error))]))
+            return Contents(), [] if seen == self._seen else self._seen.contents.rejected
 
     def _parse(self, file: FoundFile) -> _Seen:
         known = {line: address for address, line in self._seen.contents.lines.items()}
@@ -222,15 +223,15 @@ class DocumentStore:
         The file is opened once, after the lock was got: a link that was planted meanwhile is not followed, and what
         is read, copied and replaced is one and the same file.
         """
-        try:
-            with held_file(self.path.name, directory) as file:
-                return self._merge(changes, directory, file)
-        except FileNotFoundError:
-            return self._merge(changes, directory, None)
-        except NotAFileError as error:
-            raise StoreError(
-                f"{self.path} is only read: it is a link, or not a plain file", location=self.location
-            ) from error
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(held_file(self.path.name, directory))
+            except FileNotFoundError:
+                file = None
+            except NotAFileError as error:
+                why = f"{self.path} is only read: it is a link, or not a plain file"
+                raise StoreError(why, location=self.location) from error
+            return self._merge(changes, directory, file)
 
     def _merge(self, changes: list[_Change], directory: int, file: FoundFile | None) -> list[Rejected]:
         news: list[Rejected] = []
@@ -262,8 +263,8 @@ class DocumentStore:
         pattern = re.compile(re.escape(self.path.name) + r"\.bad-[0-9]{1,18}")
         return [name for name in os.listdir(directory) if pattern.fullmatch(name)]
 
-    def _stats(self) -> StoreStats:
-        contents, _ = self._read()
+    def _stats(self) -> tuple[StoreStats, list[Rejected]]:
+        contents, rejected = self._read()
         remove_stale_locks(self._claims)
         try:
             with opened(self.path.parent) as directory:
@@ -271,15 +272,16 @@ class DocumentStore:
         except FileNotFoundError:
             sizes = {}
         size, temporary = sizes.pop(self.path.name, 0), sizes.pop(self._temporary, None)
-        return StoreStats(
+        stats = StoreStats(
             records=len(contents.lines),
             bytes=size,
             set_aside=len(sizes),
             set_aside_bytes=sum(sizes.values()),
-            temporary=temporary is not None,
+            temporary=0 if temporary is None else 1,
             locks=len(lock_files(self._claims)),
             other_schemas=len(contents.foreign),
         )
+        return stats, rejected
 
 
 def _is_link_to_follow(name: str, directory: int) -> bool:
