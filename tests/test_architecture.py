@@ -62,6 +62,7 @@ ARROW = [
     "jobs",
     "reporting",
     "parcels",
+    "worker_startup",
     "processes",
     "_worker",
     "steps",
