@@ -32,7 +32,7 @@ import asel
 def state():
     return {"pid": os.getpid(), "path": sys.path, "flags": {name: getattr(sys.flags, name) for name in FLAGS},
             "asel": asel.__file__, "warnings": sys.warnoptions, "usercustomize": "usercustomize" in sys.modules,
-            "safe_children": os.environ.get("PYTHONSAFEPATH")}
+            "safe_children": os.environ.get("PYTHONSAFEPATH"), "argv": sys.argv}
 
 FLAGS = ["isolated", "ignore_environment", "safe_path", "utf8_mode", "optimize", "dont_write_bytecode", "dev_mode"]
 
@@ -93,6 +93,7 @@ class Ground:
         assert parent["pid"] != worker["pid"]
         assert worker["asel"] == parent["asel"] == asel.__file__
         assert worker["safe_children"] == "1"
+        assert worker["argv"] == [str(Path(asel.__file__).with_name("_worker.py"))]  # which everybody can see
         return parent, worker
 
     def output(self, *arguments: str | Path, cwd: Path | None = None, python: str = sys.executable) -> dict[str, str]:
