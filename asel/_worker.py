@@ -1,35 +1,72 @@
-"""The other end of `asel.processes`: compiles and times what it is sent, until its input ends."""
+"""The other end of `asel.processes`: compiles and times what it is sent, until its input ends.
+
+Run as a file (see `asel.worker_startup`). Until the parent has said where its modules are, only the standard
+library is imported.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import struct
 import sys
 import threading
 import time
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
-
-from asel.outcomes import text_of
 
 _HEADER = struct.Struct("!Q")
 
 
 def main() -> None:
-    """Answer requests one by one. What a kernel prints goes to the error stream, not between our answers."""
+    """Answer requests one by one. The parent's import state comes with the first.
+
+    A kernel has neither of our pipes: what it prints goes to the error stream, and it reads nothing.
+    """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
+    requests = os.fdopen(os.dup(0), "rb", buffering=0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    requests = os.fdopen(0, "rb", buffering=0)
-    sys.path[:] = [*sys.argv[1:], *(path for path in sys.path if path not in sys.argv[1:])]
+    if (request := _read(requests)) is None:
+        return
+    _import_as_the_parent(*json.loads(request[1]))
+    from asel.outcomes import text_of
+
     worker = _Worker()
-    while (request := _read(requests)) is not None:
+    while request is not None:
         try:
             message = pickle.dumps(("ok", worker.answer(pickle.loads(request[0]), request[1:])))
         except Exception as error:  # a candidate's failure is an answer like any other
             message = pickle.dumps(("error", (type(error).__name__, text_of(error), worker.building)))
         answers.write(_HEADER.pack(len(message)) + message)
+        request = _read(requests)
+
+
+def _import_as_the_parent(path: list[str], files: dict[str, tuple[str | None, list[str] | None]]) -> None:
+    sys.meta_path.insert(0, _ParentModules(files))
+    sys.path[:] = path
+
+
+class _ParentModules:
+    """Finds a top-level module where the parent has it from, whatever lies on the path by now."""
+
+    def __init__(self, files: dict[str, tuple[str | None, list[str] | None]]) -> None:
+        self._files = files
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in self._files:
+            return None
+        file, folders = self._files[name]
+        if file is not None:
+            return spec_from_file_location(name, file, submodule_search_locations=folders)
+        namespace = ModuleSpec(name, None, is_package=True)
+        namespace.submodule_search_locations = folders
+        return namespace
 
 
 def _end_with(program: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf
@@ -21,30 +22,34 @@ class LaneStuck(Exception):
 
 
 class Lane:
-    """One device's turn-taking, shared by every tune in the event loop."""
+    """One device's turn-taking, shared by every tune in the event loop: first come, first served.
+
+    A release wakes the next in line and nobody else: to wake every waiter would cost quadratic time with
+    thousands of cold keys at once. The task that released the lane may take it again before the next one
+    runs. So a tune's samples stay together, and many tunes at once end one by one, not all at the end.
+    """
 
     def __init__(self) -> None:
-        self._taken = False
+        self._held = False
+        self._last_holder = 0
         self._stuck_at = inf
-        self._changed = anyio.Event()
+        # Those who wait, in order: the scope that ends the wait once the lane is stuck, and the event that wakes.
+        self._queue: OrderedDict[anyio.CancelScope, anyio.Event] = OrderedDict()
 
     @asynccontextmanager
     async def held(self, left_behind: list[Busy], patience_s: float = 0.0) -> AsyncIterator[None]:
         """Hold the lane; afterwards it is free once every thread in `left_behind` has come back.
 
-        Whoever comes next waits for a thread that was left behind in the middle of its work, until it has
-        had the lane for `patience_s`; for one that took too long, nobody does.
+        A thread left behind by a cancelled holder keeps the next in line waiting until it has had the lane
+        for `patience_s`. After a holder that timed out, nobody waits.
 
         Raises:
             LaneStuck: a thread that was left behind does not come back, and there is no telling when it will.
         """
-        while self._taken:
-            left_s = self._stuck_at - anyio.current_time()
-            if left_s <= 0:
-                raise LaneStuck
-            with anyio.move_on_after(left_s):
-                await self._changed.wait()
-        self._taken = True
+        task = anyio.get_current_task().id
+        if self._held or (self._queue and task != self._last_holder):
+            await self._wait_in_line()
+        self._held, self._last_holder = True, task
         stuck_at = anyio.current_time() + patience_s
         try:
             yield
@@ -54,16 +59,42 @@ class Lane:
         finally:
             self._release(left_behind, stuck_at)
 
+    async def _wait_in_line(self) -> None:
+        """Return once the lane is free and it is this waiter's turn."""
+        is_free = False
+        with anyio.CancelScope(deadline=self._stuck_at) as wait:
+            try:
+                while not is_free:
+                    woken = self._queue[wait] = anyio.Event()  # a waiter woken in vain keeps its place
+                    await woken.wait()
+                    is_free = not self._held
+            finally:
+                del self._queue[wait]
+                if not is_free:
+                    self._wake_next()  # this waiter may have been woken and cancelled at once
+        if not is_free:
+            raise LaneStuck
+
+    def _wake_next(self) -> None:
+        if self._queue and not self._held:
+            next(iter(self._queue.values())).set()
+
     def _release(self, left_behind: list[Busy], stuck_at: float) -> None:
         busy = next((thread for thread in left_behind if thread.alive), None)
         if busy is None:
-            self._taken, self._stuck_at = False, inf
+            self._held = False
+            self._set_stuck_at(inf)
+            self._wake_next()
         else:
-            self._stuck_at = stuck_at
+            self._set_stuck_at(stuck_at)
             busy.when_done(lambda: self._release(left_behind, stuck_at))
-        # Also those who wait must learn that the lane is stuck.
-        woken, self._changed = self._changed, anyio.Event()
-        woken.set()
+
+    def _set_stuck_at(self, stuck_at: float) -> None:
+        """Change when waiting becomes pointless, also for those who wait already."""
+        if stuck_at != self._stuck_at:
+            self._stuck_at = stuck_at
+            for wait in self._queue:
+                wait.deadline = stuck_at
 
 
 _lanes: RunVar[dict[Any, Lane]] = RunVar("asel_lanes")

@@ -1,7 +1,7 @@
 """Measures in worker processes: whatever a candidate does there, it does to a process that can be replaced.
 
-The worker is `python -m asel._worker`: it imports the kernel by name and never runs the program's own
-`__main__`. One that hangs is killed when its step is cancelled, and one that dies costs the candidate
+The worker is `asel/_worker.py`: it imports the kernel by name, from where this program would, and never runs
+the program's own `__main__`. One that hangs is killed when its step is cancelled, and one that dies costs the candidate
 that was at its step; the others are compiled again in the next worker, before they are timed.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import struct
 import subprocess
-import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
@@ -23,6 +22,7 @@ from anyio.abc import Process
 
 from asel.measure import How, Lowered, Sampler, Trial
 from asel.threads import run_in_thread
+from asel.worker_startup import import_state, worker_command, worker_environment
 
 if TYPE_CHECKING:
     from asel.parcels import Frame
@@ -231,11 +231,17 @@ class _Worker:
 
     @classmethod
     async def start(cls) -> _Worker:
-        command = [sys.executable, "-m", "asel._worker", *filter(None, sys.path)]
-        process = await anyio.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None)
+        imports = await run_in_thread("looking up where modules are", import_state)
+        process = await anyio.open_process(
+            worker_command(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None,
+            env=worker_environment(),
+        )
         worker = cls(process)
         with anyio.move_on_after(_STARTS_S):
-            await worker.ask("hello", 0)
+            await worker.ask("hello", 0, [imports])
         if not worker.alive:
             raise WorkerDied(f"a worker process was started, and did not answer within {_STARTS_S:g} s")
         return worker

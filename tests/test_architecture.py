@@ -65,6 +65,7 @@ ARROW = [
     "jobs",
     "reporting",
     "parcels",
+    "worker_startup",
     "processes",
     "_worker",
     "steps",

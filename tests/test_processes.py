@@ -53,7 +53,7 @@ def workers() -> list[int]:
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
             except OSError:
                 continue
-            if b"asel._worker" in command and parent == str(os.getpid()):
+            if b"asel/_worker.py" in command and parent == str(os.getpid()):
                 found.append(int(entry.name))
     return found
 
