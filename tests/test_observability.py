@@ -259,7 +259,7 @@ def test_what_was_asked_for_has_a_panel():
         "Candidates' time by stage",
         "Store errors",
         "Store p50 and p99 by operation",
-        "Telemetry and what was shed",
+        "Telemetry and what was dropped",
     ]
 
 

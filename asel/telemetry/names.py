@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from importlib import metadata
 from typing import Literal
 
-__all__ = ["ATTRIBUTES", "DURATION_BUCKETS_S", "INSTRUMENTS", "METRICS", "SPANS"]
+__all__ = [
+    "ATTRIBUTES",
+    "DURATION_BUCKETS_S",
+    "INSTRUMENTS",
+    "METRICS",
+    "SPANS",
+    "log_attribute",
+    "version",
+]
+
+
+@functools.cache
+def version() -> str:
+    """Return asel's version: that of its instrumentation scope."""
+    try:
+        return metadata.version("asel")
+    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"
+
 
 SPANS = (
     "asel.choose",
@@ -32,7 +52,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "asel.store.duration": ("asel.operation", "error.type"),
     "asel.background.queue": (),
     "asel.telemetry.events": (),
-    "asel.telemetry.dropped": ("reason",),
+    "asel.telemetry.dropped": ("asel.signal", "asel.reason"),
 }
 
 # Metric: its instrument and unit, from which Prometheus' name for it follows. A unit in braces leaves no trace there.
@@ -47,7 +67,7 @@ INSTRUMENTS: dict[str, tuple[Literal["counter", "updowncounter", "histogram"], s
     "asel.store.duration": ("histogram", "s"),
     "asel.background.queue": ("updowncounter", "{request}"),
     "asel.telemetry.events": ("counter", "{event}"),
-    "asel.telemetry.dropped": ("counter", "{event}"),
+    "asel.telemetry.dropped": ("counter", "{item}"),
 }
 
 ATTRIBUTES = (
@@ -76,6 +96,34 @@ ATTRIBUTES = (
     "asel.waiters",
     "error.type",
 )
+
+# A log entry's keys, where they are not the attribute's name without its namespace. OpenTelemetry has names of its own
+# for errors; a unit has no place in a name.
+_LOG_ATTRIBUTES = {
+    "call_key": "asel.key",
+    "candidates": "asel.candidate.count",
+    "cfg": "asel.config",
+    "compile_s": "asel.compile",
+    "duration_s": "asel.duration",
+    "error_type": "error.type",
+    "failed": "asel.candidate.failed",
+    "failing_s": "asel.failing",
+    "index": "asel.candidate.index",
+    "measured": "asel.candidate.measured",
+    "median_s": "asel.median",
+    "message": "exception.message",
+    "op_id": "asel.op",
+    "skipped": "asel.candidate.skipped",
+    "tune_id": "asel.tune.id",
+    "wait_s": "asel.wait",
+    "waited_s": "asel.wait",
+}
+
+
+def log_attribute(key: str) -> str:
+    """Return the attribute that a key of a log entry is in an OTLP log record."""
+    return _LOG_ATTRIBUTES.get(key) or f"asel.{key}"
+
 
 # From a hit to a tune: 1 us to 300 s.
 DURATION_BUCKETS_S = (
