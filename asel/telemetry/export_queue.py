@@ -30,20 +30,24 @@ DROP_REASONS: tuple[Reason, ...] = ("queue_full", "export_failed", "closed")
 # How often something vital is sent before it is given up. With the exporter's timeout of 10 s and the queue's delay of
 # 5 s, a collector may be away for a minute; and a batch that it refuses for good does not stay for ever.
 _MAX_ATTEMPTS = 5
-# Traces remembered for having something vital: a hit of theirs is kept longer than others.
+# Traces remembered for having something vital.
 _MAX_TRACES = 4096
 
 
 class Rank(IntEnum):
-    """What is dropped first, and how much of it a queue holds as a multiple of its size."""
+    """What is dropped first, and how much of it a queue holds as a multiple of its size.
+
+    `COMPANION` is whatever belongs to the trace of something vital: a trace with a tune in it is kept whole.
+    """
 
     HIT = 0
     ORDINARY = 1
-    VITAL = 2
+    COMPANION = 2
+    VITAL = 3
 
     @property
     def share(self) -> int:
-        return (1, 2, 16)[self]
+        return (1, 2, 4, 16)[self]
 
 
 class _Queued(Generic[T]):
@@ -106,14 +110,14 @@ class ExportQueue(Generic[T]):
             self._traces.move_to_end(trace)
             if len(self._traces) > _MAX_TRACES:
                 self._traces.popitem(last=False)
-        return Rank.ORDINARY if rank is Rank.HIT and trace in self._traces else rank
+        return Rank.COMPANION if rank < Rank.COMPANION and trace in self._traces else rank
 
     def _append(self, rank: Rank, queued: _Queued[T]) -> bool:
         queue, is_first = self._ranks[rank], False
         if len(queue) >= rank.share * self._limits.queue_size:
             oldest = queue.popleft()
             # Its trace may have turned out to be worth keeping since it was queued.
-            better = self._rank_in_trace(rank, oldest.trace) if rank is Rank.HIT else rank
+            better = self._rank_in_trace(rank, oldest.trace)
             is_first = self._drop(1, "queue_full") if better is rank else self._append(better, oldest)
         queue.append(queued)
         return is_first
@@ -159,7 +163,7 @@ class ExportQueue(Generic[T]):
                 self._hurry.wait(self._limits.delay_s)  # a collector that fails is given a rest
             enough = 1 if self._waiting else self._limits.batch_size
         with self._changed:
-            if len(self) or self._lost_before is None or self._given_up:
+            if len(self) or self._lost_before is None:
                 return
             lost, self._lost_before = self.lost - self._lost_before, None
         logger.warning("the queue of %s is empty again; %d were dropped", self.plural, lost)
@@ -248,6 +252,7 @@ class ExportQueue(Generic[T]):
                 queue.clear()
             if left:
                 self._drop(left, "closed")
+                self._lost_before = None  # whoever closes it says so
             self._hurry.set()
             self._due.set()
             self._changed.notify_all()
