@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 
 from asel.errors import InvalidRequestError
+from asel.redaction import redact
 from asel.stores.document import records_in
 from asel.stores.protocol import Store
 from asel.stores.records import SCHEMA, Address, Record, RecordError
@@ -54,7 +55,7 @@ async def import_(store: Store, document: Mapping[str, Any], load: Callable[[Any
         try:
             load(record.cfg)
         except RecordError as error:
-            mismatched.append((f"the record of {address.key}", str(error)))
+            mismatched.append((f"the record of {address.key}", redact(error)))
         else:
             fitting.append(record)
     there: dict[Address, Record] = {}

@@ -25,6 +25,7 @@ from asel.keys import CacheKey
 from asel.moving import Imported
 from asel.outcomes import TuneReport
 from asel.persistence import Sought, Stored
+from asel.redaction import redact
 from asel.stores import open_store
 from asel.stores.protocol import Claim, Store
 from asel.stores.records import MOST_BYTES, Address, Record, RecordError, Rejected, environment_digest, log_rejected
@@ -66,7 +67,7 @@ class PersistentCache(Generic[Cfg]):
             # PersistentCache("/path/to/cache.json", loader, dumper), as its ancestor's documentation has it.
             opname, path, loader, dumper = Path(opname).stem, opname, path or loader, loader if path else dumper
         elif not isinstance(opname, str) or not _NAMES.fullmatch(opname):
-            shown = "a URL" if "://" in str(opname) else repr(opname)  # which may have a password in it
+            shown = "a URL" if ":/" in str(opname) else repr(opname)  # which may have a password in it
             raise InvalidRequestError(
                 f"PersistentCache: opname, {shown}, must be a plain name of letters, digits and ._@+-; "
                 "pass a location as path="
@@ -83,12 +84,12 @@ class PersistentCache(Generic[Cfg]):
             store.on_rejected = self._reject
 
     def __repr__(self) -> str:
-        return f"PersistentCache({self.opname!r}, {self.store.location!r})"
+        return f"PersistentCache({self.opname!r}, {self.path!r})"
 
     @property
     def path(self) -> str:
         """Where the records are; never with a secret in it."""
-        return self.store.location
+        return redact(self.store.location)
 
     @property
     def _layers(self) -> tuple[Store, ...]:
@@ -256,7 +257,7 @@ class PersistentCache(Generic[Cfg]):
         try:
             cfg = self._codec.reader(among)(record.cfg)
         except RecordError as error:
-            self._reject(Rejected(f"{self.path} ({record.key.op_id})", str(error), record.key))
+            self._reject(Rejected(f"{self.path} ({record.key.op_id})", redact(error), record.key))
             return None
         return Stored(cfg, self._report(record, among), record=record)
 
@@ -264,7 +265,7 @@ class PersistentCache(Generic[Cfg]):
         try:
             text = report.to_json(self._codec.dump)
         except InvalidRequestError as error:  # the winner could be stored; that another cannot is no reason not to
-            logger.debug("stored without its report: %s", error)
+            logger.debug("stored without its report: %s", redact(error))
             return None
         if len(text) > MOST_BYTES // 2:  # compilers' errors have no bound
             logger.debug("stored without its report, which has %d bytes", len(text))
@@ -278,7 +279,7 @@ class PersistentCache(Generic[Cfg]):
         try:
             return TuneReport.from_facts(record.report, self._codec.reader(among))
         except (RecordError, ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.debug("the report of a record of %s cannot be read: %s", record.key, error)
+            logger.debug("the report of a record of %s cannot be read: %s", record.key, redact(error))
             return None
 
     def _adopted(self, stored: Stored[Cfg], ours: Record) -> Stored[Cfg]:

@@ -17,8 +17,8 @@ TESTS = Path(__file__).parent
 
 # In the order of the arrow: a module imports only from those above it. `errors` and `events` are for everyone.
 ARROW = [
-    "errors",
     "redaction",
+    "errors",
     "loop",
     "events",
     "fanout",

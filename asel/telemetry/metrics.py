@@ -32,7 +32,7 @@ from asel.events import (
     WinnerFailed,
 )
 from asel.telemetry.export_queue import dropped_exports
-from asel.telemetry.names import DURATION_BUCKETS_S, version
+from asel.telemetry.names import DURATION_BUCKETS_S, VERSION
 from asel.telemetry.pipeline import Pipeline
 from asel.telemetry.tally import Tally
 
@@ -121,9 +121,7 @@ class MetricsSink:
             if provider is not self._provider:
                 self._provider = provider
                 placeholder = type(provider).__name__ in _PLACEHOLDERS
-                self._histograms = (
-                    None if placeholder else self._make_instruments(provider.get_meter("asel", version()))
-                )
+                self._histograms = None if placeholder else self._make_instruments(provider.get_meter("asel", VERSION))
         return self._histograms
 
     def _make_instruments(self, meter: Meter) -> dict[str, Histogram]:

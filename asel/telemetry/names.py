@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from importlib import metadata
 from typing import Literal
 
@@ -12,19 +11,20 @@ __all__ = [
     "INSTRUMENTS",
     "METRICS",
     "SPANS",
+    "VERSION",
     "log_attribute",
-    "version",
 ]
 
 
-@functools.cache
-def version() -> str:
-    """Return asel's version: that of its instrumentation scope."""
+def _version() -> str:
     try:
         return metadata.version("asel")
-    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
         return "unknown"
 
+
+# Asel's own, for its instrumentation scope. Read here, since it is a file, and sinks are set up on the event loop.
+VERSION = _version()
 
 SPANS = (
     "asel.choose",

@@ -24,7 +24,7 @@ from opentelemetry.util._once import Once
 from asel.redaction import SecretFilter, redact
 from asel.telemetry.environment import Plan, Signal, destinations, planned, setting
 from asel.telemetry.export_queue import ExportQueue
-from asel.telemetry.names import version
+from asel.telemetry.names import VERSION
 from asel.telemetry.outputs import Output, configure_structlog, printed, sent
 from asel.telemetry.pipeline import shared_pipeline
 from asel.threads import run_in_thread
@@ -263,7 +263,7 @@ def _make_outputs(telemetry: Telemetry, log_provider: Any, console: bool, file: 
         return []
     outputs: list[Output] = []
     if log_provider is not None:
-        outputs.append(sent(log_provider.get_logger("asel", version())))
+        outputs.append(sent(log_provider.get_logger("asel", VERSION)))
     if console:
         telemetry.did.append("structlog: to the console, from info on")
         outputs.append(printed())
