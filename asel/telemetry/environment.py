@@ -110,7 +110,7 @@ def planned(signal: Signal, found: list[Destination]) -> Plan:
         InvalidRequestError: it asks for something that cannot be had.
     """
     for name in _COUNTS[signal]:
-        number(name, 0, whole=True)
+        number(name, 0, minimum=0)
     if signal == "traces":
         name, share = _sampler()
         return Plan(signal, found, _queue_limits("OTEL_BSP"), name, share)
@@ -120,8 +120,8 @@ def planned(signal: Signal, found: list[Destination]) -> Plan:
         signal,
         found,
         exemplar_filter=choice("OTEL_METRICS_EXEMPLAR_FILTER", "trace_based", "always_on", "always_off"),
-        interval_ms=number("OTEL_METRIC_EXPORT_INTERVAL", 60_000),
-        timeout_ms=number("OTEL_METRIC_EXPORT_TIMEOUT", 30_000),
+        interval_ms=number("OTEL_METRIC_EXPORT_INTERVAL", 60_000, unit="milliseconds"),
+        timeout_ms=number("OTEL_METRIC_EXPORT_TIMEOUT", 30_000, unit="milliseconds"),
     )
 
 
@@ -130,8 +130,8 @@ def setting(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
-def number(name: str, default: float, *, minimum: float = 0.0, maximum: float = math.inf, whole: bool = False) -> float:
-    """Return a variable as a number above `minimum` (or equal to it, for whole numbers).
+def number(name: str, default: float, *, unit: str = "", minimum: int | None = None) -> float:
+    """Return a variable as a number above zero, or with a `minimum` as a whole number of at least that.
 
     Raises:
         InvalidRequestError: it is not one.
@@ -140,15 +140,13 @@ def number(name: str, default: float, *, minimum: float = 0.0, maximum: float = 
     if not text:
         return default
     try:
-        value = float(int(text)) if whole else float(text)
-    except ValueError:
+        value = float(text) if minimum is None else float(int(text))
+    except (ValueError, OverflowError):
         value = math.nan
-    if math.isfinite(value) and minimum <= value <= maximum and (whole or value > minimum):
+    if math.isfinite(value) and (value > 0 if minimum is None else value >= minimum):
         return value
-    kind = "a whole number" if whole else "a number"
-    bound = f"of at least {minimum:g}" if whole else f"above {minimum:g}"
-    upper = "" if maximum == math.inf else f" and at most {maximum:g}"
-    raise _refused(name, text, f"must be {kind} {bound}{upper}")
+    kind = f"a number of {unit} above 0" if minimum is None else f"a whole number, {minimum} or more"
+    raise _refused(name, text, f"must be {kind}")
 
 
 def choice(name: str, *choices: str) -> str:
@@ -180,13 +178,14 @@ def _sampler() -> tuple[str, float]:
 
 def _queue_limits(prefix: Literal["OTEL_BSP", "OTEL_BLRP"]) -> Limits:
     """Return what the variables of a batch processor say: BSP for spans, BLRP for log records."""
-    size = int(number(f"{prefix}_MAX_QUEUE_SIZE", 2048, minimum=1, whole=True))
-    batch = int(number(f"{prefix}_MAX_EXPORT_BATCH_SIZE", min(512, size), minimum=1, whole=True))
-    number(f"{prefix}_EXPORT_TIMEOUT", 30_000)  # the exporter's own, OTEL_EXPORTER_OTLP_TIMEOUT, is the one that counts
+    size = int(number(f"{prefix}_MAX_QUEUE_SIZE", 2048, minimum=1))
+    batch = int(number(f"{prefix}_MAX_EXPORT_BATCH_SIZE", min(512, size), minimum=1))
+    # Checked, and not used, as in the SDK: an exporter has its own, OTEL_EXPORTER_OTLP_TIMEOUT.
+    number(f"{prefix}_EXPORT_TIMEOUT", 30_000, unit="milliseconds")
     if batch > size:
         name = f"{prefix}_MAX_EXPORT_BATCH_SIZE"
         raise _refused(name, setting(name), f"must not be above {prefix}_MAX_QUEUE_SIZE, {size}")
-    delay_ms = number(f"{prefix}_SCHEDULE_DELAY", 5000 if prefix == "OTEL_BSP" else 1000)
+    delay_ms = number(f"{prefix}_SCHEDULE_DELAY", 5000 if prefix == "OTEL_BSP" else 1000, unit="milliseconds")
     return Limits(size, batch, delay_ms / 1000)
 
 
@@ -230,7 +229,7 @@ def _otlp(signal: Signal, given: str | None, *, asked_for: bool) -> Destination 
         if setting(name):
             break  # the signal's own variable hides the shared one
     for middle in ("", f"{signal.upper()}_"):
-        number(f"OTEL_EXPORTER_OTLP_{middle}TIMEOUT", 10)
+        number(f"OTEL_EXPORTER_OTLP_{middle}TIMEOUT", 10, unit="seconds")
         choice(f"OTEL_EXPORTER_OTLP_{middle}COMPRESSION", "none", "gzip", "deflate")
     user_info, _, host = parts.netloc.rpartition("@")
     headers = _basic_authorization(user_info) if user_info else {}
