@@ -1,4 +1,4 @@
-"""Removing secrets from text: the one place that knows what in a URL must not be shown."""
+"""Removing the secrets of URLs from text that people and logs see."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 __all__ = ["SecretFilter", "redact"]
 
 _HIDDEN = "***"
-# Up to the last @: a password that was not percent-encoded may hold any of / ? # @ itself. One or three slashes are
-# what a path library or a typing error leaves of two; a single letter before them is a drive.
+# Up to the last @, because a password that was not percent-encoded may contain / ? # or @. One or three slashes cover
+# pathlib, which joins two into one, and typing errors; a single letter before them is a drive.
 _USER_INFO = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]+:/{1,3})[^\s\"<>]*@", re.IGNORECASE)
 _PARAMETER = re.compile(
     r"([?&;][\w.-]*(?:token|key|secret|passw|pwd|auth|credential|signature|\bsig\b)[\w.-]*=)[^\s&;#'\"<>]+",
@@ -19,7 +19,7 @@ _PARAMETER = re.compile(
 
 
 def redact(text: object) -> str:
-    """Return text without the user, the password and the token-like parameters of any URL in it."""
+    """Return the text with the user, the password and any token-like query value of each URL replaced by `***`."""
     return _PARAMETER.sub(rf"\1{_HIDDEN}", _USER_INFO.sub(rf"\1{_HIDDEN}@", str(text)))
 
 
@@ -28,7 +28,7 @@ class SecretFilter(logging.Filter):
 
     def __init__(self, secrets: Iterable[str]) -> None:
         super().__init__()
-        # Longest first: one may be part of another. Very short ones are in every other word.
+        # Longest first, since one may contain another. Very short ones would match parts of ordinary words.
         self._secrets = sorted((secret for secret in set(secrets) if len(secret) > 3), key=len, reverse=True)
 
     def filter(self, record: logging.LogRecord) -> bool:

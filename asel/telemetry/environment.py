@@ -1,7 +1,7 @@
-"""OpenTelemetry's environment variables, for what `configure` builds.
+"""OpenTelemetry's environment variables, as far as `configure` builds the objects they configure.
 
-An empty variable counts as unset, as OpenTelemetry specifies. A value that cannot be used is refused before anything is
-built: the SDK would log a line and go on with something else, or raise when half of its objects exist.
+An empty variable counts as unset, as OpenTelemetry specifies. An unusable value is refused before anything is built: the
+SDK would log a line and use a default, or raise after half of its objects exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Destination", "Limits", "Plan", "Signal", "choice", "destinations", 
 Signal = Literal["traces", "metrics", "logs"]
 
 _HTTP = "http/protobuf"
-# Where OTLP goes if an exporter was asked for by name, and no endpoint is given.
+# OpenTelemetry's default, for an exporter that is named in the environment without an endpoint.
 _DEFAULT_ENDPOINT = "http://localhost:4318"
 _SAMPLERS = (
     "parentbased_always_on",
@@ -33,7 +33,7 @@ _SAMPLERS = (
     "always_off",
     "traceidratio",
 )
-# Counted by the SDK's providers when they are made.
+# Limits that the SDK's providers read when they are made.
 _COUNTS: dict[Signal, tuple[str, ...]] = {
     "traces": (
         "OTEL_ATTRIBUTE_COUNT_LIMIT",
@@ -53,13 +53,13 @@ _COUNTS: dict[Signal, tuple[str, ...]] = {
         "OTEL_LOGRECORD_ATTRIBUTE_VALUE_LENGTH_LIMIT",
     ),
 }
-# name=value, separated by commas. What does not fit, the exporter would log, credentials included.
+# The exporter would log a header that does not fit this form, credentials included.
 _HEADER = re.compile(r"\s*[^\s\"(),/:;<=>?@\[\\\]{}]+\s*=[^\",;\\\x00-\x1f\x7f-\U0010ffff]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a signal goes: to a collector, over HTTP, or to the console."""
+    """A place to export a signal to: a collector, over HTTP, or the console."""
 
     kind: Literal["otlp", "console"]
     endpoint: str = field(default="", repr=False)
@@ -73,7 +73,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a queue holds, how much it sends at once, and how long it waits for that much."""
+    """The size of a queue and of its batches, and how long it collects a batch."""
 
     queue_size: int
     batch_size: int
@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be made for a signal; as text, where it goes and how."""
+    """What to build for one signal; its text says where the signal goes."""
 
     signal: Signal
     destinations: list[Destination]
@@ -104,10 +104,10 @@ class Plan:
 
 
 def planned(signal: Signal, found: list[Destination]) -> Plan:
-    """Return what the environment says on a signal that goes somewhere.
+    """Return the plan for a signal with these destinations, as the environment configures it.
 
     Raises:
-        InvalidRequestError: it asks for something that cannot be had.
+        InvalidRequestError: a variable has a value that cannot be used.
     """
     for name in _COUNTS[signal]:
         number(name, 0, minimum=0)
@@ -177,7 +177,7 @@ def _sampler() -> tuple[str, float]:
 
 
 def _queue_limits(prefix: Literal["OTEL_BSP", "OTEL_BLRP"]) -> Limits:
-    """Return what the variables of a batch processor say: BSP for spans, BLRP for log records."""
+    """Return the limits that the variables of a batch processor set: BSP for spans, BLRP for log records."""
     size = int(number(f"{prefix}_MAX_QUEUE_SIZE", 2048, minimum=1))
     batch = int(number(f"{prefix}_MAX_EXPORT_BATCH_SIZE", min(512, size), minimum=1))
     # Checked, and not used, as in the SDK: an exporter has its own, OTEL_EXPORTER_OTLP_TIMEOUT.
@@ -190,10 +190,10 @@ def _queue_limits(prefix: Literal["OTEL_BSP", "OTEL_BLRP"]) -> Limits:
 
 
 def destinations(signal: Signal, given: str | None) -> list[Destination]:
-    """Return where a signal goes, by the caller's endpoint and the environment; empty: nowhere.
+    """Return a signal's destinations, from the caller's endpoint and the environment; empty if it goes nowhere.
 
     Raises:
-        InvalidRequestError: a variable names something that asel does not have, or the endpoint is not a URL.
+        InvalidRequestError: a variable names an exporter or protocol that asel lacks, or the endpoint is not a URL.
     """
     variable = f"OTEL_{signal.upper()}_EXPORTER"
     named = [name.strip().lower() for name in setting(variable).split(",") if name.strip()]
@@ -222,10 +222,8 @@ def _otlp(signal: Signal, given: str | None, *, asked_for: bool) -> Destination 
         return None
     for name in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if setting(name) and setting(name).lower() != _HTTP:
-            what = (
-                f"is not a protocol asel speaks: set it to {_HTTP}, and the endpoint to the collector's port for that"
-            )
-            raise InvalidRequestError(f"configure: {name}={redact(setting(name))!r} {what}, usually 4318")
+            advice = f"set it to {_HTTP} and the endpoint to the collector's port for HTTP, usually 4318"
+            raise InvalidRequestError(f"configure: {name}={redact(setting(name))!r} is not supported: {advice}")
         if setting(name):
             break  # the signal's own variable hides the shared one
     for middle in ("", f"{signal.upper()}_"):
@@ -238,11 +236,11 @@ def _otlp(signal: Signal, given: str | None, *, asked_for: bool) -> Destination 
 
 
 def _split(name: str, url: str) -> SplitResult:
-    """Take a URL apart. No message repeats it: misspelt, it may have its password in any part."""
+    """Split a URL. No message repeats it: in a misspelt one, any part may hold the password."""
     try:
         parts = urlsplit(url.strip())
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:  # whose text may hold the password
+    except ValueError:  # its text may hold the password
         is_url = False
     if not is_url or "@" in parts.path + parts.query or parts.fragment:
         raise InvalidRequestError(
@@ -257,7 +255,7 @@ def _with_path(parts: SplitResult, signal: Signal) -> SplitResult:
 
 
 def _basic_authorization(user_info: str) -> dict[str, str]:
-    # As a header: an exporter repeats its URL in what it logs.
+    # Sent as a header, because an exporter's log messages repeat its URL.
     user, _, password = user_info.partition(":")
     encoded = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
     return {"authorization": f"Basic {encoded}"}
@@ -269,7 +267,7 @@ def _passwords(user_info: str) -> Iterable[str]:
 
 
 def _values(query: str) -> Iterable[str]:
-    # Of every parameter: what an exporter logs needs none of them.
+    # Of every parameter: an exporter's log messages lose nothing without them.
     values = [piece.partition("=")[2] for piece in query.split("&")]
     return [*values, *map(unquote, values)]
 

@@ -1,7 +1,7 @@
-"""The queue in front of an exporter: bounded, and short of hits before it is short of tunes.
+"""A bounded queue with priorities, in front of an exporter.
 
-The SDK's own batch processors drop the oldest item of a full queue, whatever it is, and count nothing. Behind a slow
-collector that is most tunes, since each has thousands of hits around it. This queue drops by rank, and counts.
+The SDK's batch processors drop the oldest item of a full queue, whatever it is, and asel cannot see how many. With a
+slow collector that loses most tunes, because thousands of hits surround each. This queue drops hits first, and counts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, Generic, Literal, TypeVar
 
@@ -27,17 +28,17 @@ T = TypeVar("T")
 Reason = Literal["queue_full", "export_failed", "closed"]
 DROP_REASONS: tuple[Reason, ...] = ("queue_full", "export_failed", "closed")
 
-# How often something vital is sent before it is given up. With the exporter's timeout of 10 s and the queue's delay of
-# 5 s, a collector may be away for a minute; and a batch that it refuses for good does not stay for ever.
+# Attempts to send a vital item. With the exporter's timeout of 10 s and the queue's delay of 5 s, this covers a
+# collector's restart of about a minute; a batch that the collector refuses for good still leaves the queue.
 _MAX_ATTEMPTS = 5
-# Traces remembered for having something vital.
+# How many traces with a vital span are remembered; the least recent is forgotten first.
 _MAX_TRACES = 4096
 
 
 class Rank(IntEnum):
-    """What is dropped first, and how much of it a queue holds as a multiple of its size.
+    """Priorities, lowest first. Each has a queue of its own, `share` times the configured size.
 
-    `COMPANION` is whatever belongs to the trace of something vital: a trace with a tune in it is kept whole.
+    A `COMPANION` is any other item in the trace of a vital one, so that a trace with a tune is kept whole.
     """
 
     HIT = 0
@@ -58,10 +59,10 @@ class _Queued(Generic[T]):
 
 
 class ExportQueue(Generic[T]):
-    """Sends items in batches from a thread of its own; the thread starts with the first item.
+    """Sends items in batches from its own thread, which starts with the first item.
 
-    Each rank has its own bound, and drops its own oldest. What is vital is sent first, and sent again if that fails.
-    `send` returns whether the batch arrived.
+    A full rank drops its oldest item. Vital items are sent first, and sent again if that fails. `send` returns whether
+    the batch arrived.
     """
 
     def __init__(self, signal: str, send: Callable[[list[T]], bool], limits: Limits) -> None:
@@ -69,7 +70,7 @@ class ExportQueue(Generic[T]):
         self._send, self._limits = send, limits
         self._begin()
         for reason in DROP_REASONS:
-            _drops[signal, reason] += 0  # so that zero is reported, too
+            _drops[signal, reason] += 0  # a series that starts at zero shows its first increase
         _queues.add(self)
 
     def _begin(self) -> None:
@@ -80,15 +81,15 @@ class ExportQueue(Generic[T]):
         self._due = threading.Event()
         self._hurry = threading.Event()
         self._waiting = 0
-        self._in_hand = 0
-        # All that was lost; and all that had been when the present run of losses began, if there is one.
+        self._in_flight = 0
+        # Items lost so far, and that number when the current run of losses began; None while there is none.
         self.lost = 0
         self._lost_before: int | None = None
         self._thread: threading.Thread | None = None
-        self._closed = self._given_up = False
+        self._closed = self._abandoned = False
 
     def put(self, item: T, rank: Rank, trace: int = 0) -> None:
-        """Queue an item, dropping another of its rank if there is no room."""
+        """Queue an item; if its rank is full, drop the oldest one there."""
         with self._changed:
             if self._closed:
                 self._drop(1, "closed")
@@ -99,7 +100,7 @@ class ExportQueue(Generic[T]):
             if len(self) >= self._limits.batch_size:
                 self._due.set()
         if is_first:
-            self._tell_drops_began()
+            self._warn_drops_began()
 
     def __len__(self) -> int:
         return sum(map(len, self._ranks.values()))
@@ -116,14 +117,14 @@ class ExportQueue(Generic[T]):
         queue, is_first = self._ranks[rank], False
         if len(queue) >= rank.share * self._limits.queue_size:
             oldest = queue.popleft()
-            # Its trace may have turned out to be worth keeping since it was queued.
+            # A vital span of its trace may have arrived since it was queued.
             better = self._rank_in_trace(rank, oldest.trace)
             is_first = self._drop(1, "queue_full") if better is rank else self._append(better, oldest)
         queue.append(queued)
         return is_first
 
     def _drop(self, number: int, reason: Reason) -> bool:
-        """Count what is lost; return whether it is the first loss since the queue was last empty."""
+        """Count a loss; return whether it is the first since the queue was last empty."""
         with _drops_lock:
             _drops[self.signal, reason] += number
         is_first = self._lost_before is None
@@ -132,10 +133,10 @@ class ExportQueue(Generic[T]):
         self.lost += number
         return is_first
 
-    def _tell_drops_began(self) -> None:
+    def _warn_drops_began(self) -> None:
         logger.warning(
-            "the collector does not take %s as fast as they are made, or not at all: hits are dropped first, then the "
-            "rest, tunes and errors last; asel.telemetry.dropped counts them",
+            "the collector is not keeping up with %s; dropping hits first, tunes and errors last "
+            "(asel.telemetry.dropped has the count)",
             self.plural,
         )
 
@@ -143,24 +144,27 @@ class ExportQueue(Generic[T]):
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"asel telemetry: {self.signal}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"asel telemetry: {self.signal}", daemon=True)
+            # Too many threads, or the interpreter is exiting: the item stays queued and the next one tries again.
+            with suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         while not self._is_over():
             self._due.wait(self._limits.delay_s)
             self._due.clear()
-            self._send_what_is_due()
+            self._send_due()
 
     def _is_over(self) -> bool:
         with self._changed:
             return self._closed and not len(self)
 
-    def _send_what_is_due(self) -> None:
-        enough = 1  # the delay is over, or someone waits
+    def _send_due(self) -> None:
+        enough = 1  # the delay has passed, or a flush is waiting
         while len(self) >= enough:
             if not self._send_batch():
-                self._hurry.wait(self._limits.delay_s)  # a collector that fails is given a rest
+                self._hurry.wait(self._limits.delay_s)  # let a failing collector recover
             enough = 1 if self._waiting else self._limits.batch_size
         with self._changed:
             if len(self) or self._lost_before is None:
@@ -171,20 +175,20 @@ class ExportQueue(Generic[T]):
     def _send_batch(self) -> bool:
         with self._changed:
             batch = list(self._take(self._limits.batch_size))
-            self._in_hand = len(batch)
+            self._in_flight = len(batch)
         try:
             arrived = self._send([queued.item for queued in batch])
-        except Exception as error:  # whatever an exporter raises must not end the thread
+        except Exception as error:  # an exporter's error must not end the thread
             logger.warning("sending %s failed: %s: %s", self.plural, type(error).__name__, redact(error))
             arrived = False
         is_first = False
         with self._changed:
-            if not arrived and not self._given_up:
-                is_first = self._keep_what_is_vital(batch)
-            self._in_hand = 0
+            if not arrived and not self._abandoned:
+                is_first = self._requeue_vital(batch)
+            self._in_flight = 0
             self._changed.notify_all()
         if is_first:
-            self._tell_drops_began()
+            self._warn_drops_began()
         return arrived
 
     def _take(self, number: int) -> Iterator[_Queued[T]]:
@@ -196,23 +200,23 @@ class ExportQueue(Generic[T]):
                 queued.attempts_left -= 1
                 yield queued
 
-    def _keep_what_is_vital(self, batch: list[_Queued[T]]) -> bool:
-        again = [queued for queued in batch if queued.attempts_left]
+    def _requeue_vital(self, batch: list[_Queued[T]]) -> bool:
+        retried = [queued for queued in batch if queued.attempts_left]
         room = Rank.VITAL.share * self._limits.queue_size - len(self._ranks[Rank.VITAL])
-        again = again[max(0, len(again) - room) :]
-        self._ranks[Rank.VITAL].extendleft(reversed(again))
-        lost = len(batch) - len(again)
+        retried = retried[max(0, len(retried) - room) :]
+        self._ranks[Rank.VITAL].extendleft(reversed(retried))
+        lost = len(batch) - len(retried)
         return self._drop(lost, "export_failed") if lost else False
 
     # From outside.
 
     @property
     def plural(self) -> str:
-        """What its items are called."""
+        """The name of its items, for messages."""
         return "spans" if self.signal == "traces" else "log records"
 
     def flush(self, timeout_s: float) -> bool:
-        """Send what is queued; False if that takes longer, or something was lost on the way."""
+        """Send everything queued; return False if that takes longer or an item was lost."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             lost = self.lost
@@ -220,7 +224,7 @@ class ExportQueue(Generic[T]):
             self._hurry.set()
             self._due.set()
             try:
-                while (len(self) or self._in_hand) and not self._given_up:
+                while (len(self) or self._in_flight) and not self._abandoned:
                     left = deadline - time.monotonic()
                     if left <= 0 or self._thread is None:
                         return False
@@ -232,35 +236,36 @@ class ExportQueue(Generic[T]):
                     self._hurry.clear()
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more, and send what is queued; False if some of it was not sent in time."""
+        """Refuse new items and send the queued ones; return False if that takes longer or an item was lost."""
         with self._changed:
             self._closed = True
         flushed = self.flush(timeout_s)
-        self.give_up()
+        self.abandon()
         if flushed and self._thread is not None:
-            self._thread.join(1.0)  # it has nothing to do any more
+            self._thread.join(1.0)  # the queue is empty, so the thread is about to end
         return flushed
 
-    def give_up(self) -> None:
-        """Take no more, and drop what is queued or being sent: a batch on its way counts as lost, and may arrive."""
+    def abandon(self) -> None:
+        """Refuse new items and drop the queued ones. A batch in flight counts as lost, though it may still arrive."""
         with self._changed:
-            if self._given_up:
+            if self._abandoned:
                 return
-            self._closed = self._given_up = True
-            left = len(self) + self._in_hand
+            self._closed = self._abandoned = True
+            left = len(self) + self._in_flight
             for queue in self._ranks.values():
                 queue.clear()
             if left:
                 self._drop(left, "closed")
-                self._lost_before = None  # whoever closes it says so
+                self._lost_before = None  # the caller reports it
             self._hurry.set()
             self._due.set()
             self._changed.notify_all()
 
 
-# Of the whole process, since the metric that reports them outlives the queues.
+# For the whole process: the metric that reports them outlives each queue.
 _drops: Counter[tuple[str, str]] = Counter()
-_drops_lock = threading.Lock()
+# Re-entrant for the same reason as a queue's own lock.
+_drops_lock = threading.RLock()
 _queues: weakref.WeakSet[ExportQueue[Any]] = weakref.WeakSet()
 
 
@@ -270,13 +275,15 @@ def dropped_exports() -> Mapping[tuple[str, str], int]:
 
 
 def _after_fork() -> None:
-    # The parent sends what is queued; its thread, and whatever lock it held, are not here.
+    # The parent's thread sends the queued items. The child has neither that thread nor a right to the locks it held.
     global _drops_lock
-    _drops_lock = threading.Lock()
+    _drops_lock = threading.RLock()
     for address in list(_drops):
         _drops[address] = 0
     for queue in list(_queues):
+        closed = queue._closed
         queue._begin()
+        queue._closed = queue._abandoned = closed
 
 
 if hasattr(os, "register_at_fork"):

@@ -23,7 +23,7 @@ def _version() -> str:
         return "unknown"
 
 
-# Asel's own, for its instrumentation scope. Read here, since it is a file, and sinks are set up on the event loop.
+# The version of asel's instrumentation scope. Read at import: it is in a file, and sinks are set up on the event loop.
 VERSION = _version()
 
 SPANS = (
@@ -97,8 +97,8 @@ ATTRIBUTES = (
     "error.type",
 )
 
-# A log entry's keys, where they are not the attribute's name without its namespace. OpenTelemetry has names of its own
-# for errors; a unit has no place in a name.
+# OTLP attributes for the keys of log entries, if not the key in asel's namespace: those that spans have, OpenTelemetry's
+# own names for errors, and names without units, as its conventions ask.
 _LOG_ATTRIBUTES = {
     "call_key": "asel.key",
     "candidates": "asel.candidate.count",
@@ -121,7 +121,7 @@ _LOG_ATTRIBUTES = {
 
 
 def log_attribute(key: str) -> str:
-    """Return the attribute that a key of a log entry is in an OTLP log record."""
+    """Return the attribute of an OTLP log record for a key of a log entry."""
     return _LOG_ATTRIBUTES.get(key) or f"asel.{key}"
 
 

@@ -1,4 +1,4 @@
-"""Where structlog's entries go after `configure`: to a collector, the console, a file."""
+"""The destinations of structlog entries after `configure`: a collector, the console, a file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Output", "configure_structlog", "printed", "sent"]
 Output = Callable[[dict[str, Any]], object]
 
 _SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
-# What OpenTelemetry calls two of them.
+# Levels that OpenTelemetry spells differently.
 _SEVERITY_TEXTS = {"warning": "WARN", "critical": "FATAL"}
-# An OTLP record has fields of its own for these.
+# Keys that an OTLP record has its own fields for.
 _FIELDS = frozenset({"level", "event", "timestamp", "trace_id", "span_id"})
 
 
 def configure_structlog(outputs: Sequence[Output]) -> None:
-    """Have structlog give every entry from info on to each of the outputs."""
+    """Configure structlog to pass each entry, from level info on, to every output."""
 
     def hand_out(logger: Any, level: str, entry: Any) -> Any:
         for output in outputs:
@@ -46,7 +46,7 @@ def configure_structlog(outputs: Sequence[Output]) -> None:
 
 
 def _stamp(logger: Any, level: str, entry: Any) -> Any:
-    """Add when it happened: an entry of asel's is made later, in the telemetry thread."""
+    """Add the time of the event: asel's own entries are written later, in the telemetry thread."""
     moment = datetime.fromtimestamp(_time_ns() / 1e9, UTC)
     entry["timestamp"] = moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
     return entry
@@ -72,9 +72,9 @@ def printed(stream: IO[str] | None = None) -> Output:
 
 
 def sent(logger: _logs.Logger) -> Output:
-    """Return an output that hands entries to OpenTelemetry, with the span that is current.
+    """Return an output that emits entries as OpenTelemetry log records, in the current span's context.
 
-    An entry of asel's becomes an event as OpenTelemetry has them: a name, attributes, and no body.
+    Following OpenTelemetry's conventions for events, asel's own entries have an event name, attributes and no body.
     """
 
     def send(entry: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""What the SDK's providers hand their spans and log records to: a queue that knows what asel's own are worth.
+"""Span and log record processors for the SDK that export through a queue with priorities.
 
-Imported by `configure` only, since it needs the SDK.
+Only `configure` imports this module, because it needs the SDK.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["LogQueue", "SpanQueue", "rank_of_log", "rank_of_span"]
 
 _HIT_TIERS = frozenset({"memory", "override", "overlay"})
 _INFO, _WARN = 9, 13  # OpenTelemetry's severity numbers
-# What `provider.shutdown()` waits for at the most, which has no argument for it. `Telemetry.close` has a shorter one.
+# The longest wait of `provider.shutdown()`, which takes no timeout. `Telemetry.close` keeps its own, shorter one.
 _SHUTDOWN_S = 30.0
 
 
 def rank_of_span(span: ReadableSpan) -> Rank:
-    """Return what a span is worth: tunes, candidates, store operations and all errors before anything else."""
+    """Return a span's priority: tunes, candidates, store operations and errors are vital."""
     if span.status.status_code is StatusCode.ERROR:
         return Rank.VITAL
     attributes = span.attributes or {}
@@ -46,7 +46,7 @@ def rank_of_span(span: ReadableSpan) -> Rank:
 
 
 def rank_of_log(record: Any) -> Rank:
-    """Return what a log record is worth: warnings, errors and what asel tells of tunes before anything else."""
+    """Return a log record's priority: warnings, errors and asel's own from info on are vital."""
     severity = 0 if record.severity_number is None else record.severity_number.value
     if severity >= _WARN or (severity >= _INFO and (record.event_name or "").startswith("asel.")):
         return Rank.VITAL
@@ -54,7 +54,7 @@ def rank_of_log(record: Any) -> Rank:
 
 
 class SpanQueue(SpanProcessor):
-    """Hands sampled spans to an exporter through a queue."""
+    """Exports sampled spans through a queue."""
 
     def __init__(self, exporter: Any, limits: Limits) -> None:
         self._exporter = exporter
@@ -74,7 +74,7 @@ class SpanQueue(SpanProcessor):
 
 
 class LogQueue(LogRecordProcessor):
-    """Hands log records to an exporter through a queue."""
+    """Exports log records through a queue."""
 
     def __init__(self, exporter: Any, limits: Limits) -> None:
         self._exporter = exporter
@@ -82,7 +82,7 @@ class LogQueue(LogRecordProcessor):
 
     def on_emit(self, log_record: ReadWriteLogRecord) -> None:
         record = copy.copy(log_record.log_record)
-        record.context = Context()  # which holds whatever the application put there; the ids are in the record
+        record.context = Context()  # it may hold large objects of the application; the record has the ids
         resource = log_record.resource if log_record.resource is not None else Resource.create({})
         readable = ReadableLogRecord(record, resource, log_record.instrumentation_scope, log_record.limits)
         self.queue.put(readable, rank_of_log(record))
@@ -97,7 +97,7 @@ class LogQueue(LogRecordProcessor):
 
 def _sender(exporter: Any) -> Callable[[Sequence[Any]], bool]:
     def send(batch: Sequence[Any]) -> bool:
-        # An instrumented HTTP client would make spans of the exports, and those more exports.
+        # Without this, an instrumented HTTP client would make a span for each export, and so another export.
         token = attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
         try:
             return bool(exporter.export(batch).name == "SUCCESS")

@@ -1,4 +1,4 @@
-"""Providers of OpenTelemetry's SDK, made by plan. With `processors`, the only part of asel that uses the SDK."""
+"""Building the SDK's providers from plans. Only this module and `processors` import OpenTelemetry's SDK."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asel.telemetry.processors import LogQueue, SpanQueue
 
 __all__ = ["make_providers"]
 
-# Made by the SDK under each signal: the exporter for the console, and the module and class of the one for OTLP.
+# For each signal: the exporter to the console, and the module and class of the one for OTLP, which is an extra.
 _EXPORTERS: dict[Signal, tuple[Any, str, str]] = {
     "traces": (ConsoleSpanExporter, "trace_exporter", "OTLPSpanExporter"),
     "metrics": (ConsoleMetricExporter, "metric_exporter", "OTLPMetricExporter"),
@@ -41,9 +41,9 @@ _FILTERS: dict[str, Any] = {
 def make_providers(
     service_name: str, plans: list[Plan], made: list[Any], queues: list[ExportQueue[Any]]
 ) -> dict[Signal, Any]:
-    """Return a provider for each plan, that nobody else knows of yet.
+    """Return a provider for each plan, without making any of them global.
 
-    Each is added to `made`, and its queues to `queues`, as soon as it exists: a later one may fail.
+    Each provider is added to `made` and each queue to `queues` at once, so that the caller can undo a later failure.
 
     Raises:
         InvalidRequestError: the exporter is not installed.
@@ -53,7 +53,7 @@ def make_providers(
     return {plan.signal: makers[plan.signal](resource, plan, made, queues) for plan in plans}
 
 
-# None of them shuts down at exit by itself: the SDK would wait long for a dead collector. `Telemetry.close` does not.
+# No provider shuts down at exit by itself: the SDK would wait long for a dead collector. `Telemetry.close` is bounded.
 
 
 def _make_traces(resource: Resource, plan: Plan, made: list[Any], queues: list[ExportQueue[Any]]) -> TracerProvider:
@@ -90,7 +90,7 @@ def _make_metrics(resource: Resource, plan: Plan, made: list[Any], queues: list[
         exemplars = _FILTERS[plan.exemplar_filter]()
         provider = MeterProvider(readers, resource, exemplar_filter=exemplars, shutdown_on_exit=False)
     except BaseException:
-        for reader in readers:  # each has a thread already
+        for reader in readers:  # each has started a thread
             reader.shutdown()
         raise
     made.append(provider)
@@ -115,6 +115,6 @@ def _exporter(signal: Signal, destination: Destination) -> Any:
         module = __import__(f"opentelemetry.exporter.otlp.proto.http.{module_name}", fromlist=[kind])
     except ImportError as error:
         raise InvalidRequestError(
-            f"configure: to send {signal} to {destination} takes an exporter; install it with: pip install 'asel[otlp]'"
+            f"configure: sending {signal} to {destination} needs an exporter; install it with: pip install 'asel[otlp]'"
         ) from error
     return getattr(module, kind)(endpoint=destination.endpoint, headers=destination.headers or None)

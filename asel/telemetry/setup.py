@@ -33,7 +33,7 @@ __all__ = ["Telemetry", "configure"]
 
 logger = logging.getLogger("asel")
 _OFF = "OTEL_SDK_DISABLED is set"
-# Where the exporters log that a request failed, with its URL, or the answer.
+# Loggers whose messages may repeat the URL of a request or a collector's answer.
 _LOGGERS = (
     "opentelemetry.exporter.otlp.common.http",
     "opentelemetry.exporter.otlp.proto.http._common",
@@ -59,7 +59,7 @@ class Telemetry:
         self._providers: list[Any] = []
         self._queues: list[ExportQueue[Any]] = []
         self._undo: list[Callable[[], object]] = []
-        # Once nothing is being sent any more.
+        # For when no request is in flight any more.
         self._undo_last: list[Callable[[], object]] = []
         self._closed = False
 
@@ -75,9 +75,9 @@ class Telemetry:
         return _all_within(deadline, calls) and flushed
 
     def close(self) -> bool:
-        """Send what is left, and undo what was set up; False if there was not enough time to send it.
+        """Send what is left, and undo what was set up; False if not all of it could be sent.
 
-        What was not sent is counted, and a warning says how much that is.
+        Unsent spans and log records are counted in `asel.telemetry.dropped`, and a warning has their number.
         """
         if self._closed:
             return True
@@ -89,11 +89,11 @@ class Telemetry:
         _run_all(self._undo)
         closed = _all_within(deadline, [provider.shutdown for provider in self._providers])
         for queue, before in zip(self._queues, lost, strict=True):
-            queue.give_up()
+            queue.abandon()
             if unsent := queue.lost - before:
                 closed = False
                 logger.warning("telemetry was closed with %d %s unsent", unsent, queue.plural)
-        if closed:  # else a request is under way, whose end is logged when it comes
+        if closed:  # else a request may be in flight, and its failure will be logged later
             _run_all(self._undo_last)
         return closed and flushed
 
@@ -118,10 +118,10 @@ class Telemetry:
         await self.aclose()
 
     def _discard(self) -> None:
-        """Undo what was set up so far, before any of it was used."""
+        """Undo a set-up that failed half-way."""
         self._closed = True
         for queue in self._queues:
-            queue.give_up()
+            queue.abandon()
         _run_all(self._undo)
         _all_within(time.monotonic() + self.close_timeout_s, [provider.shutdown for provider in self._providers])
         _run_all(self._undo_last)
@@ -168,14 +168,14 @@ def configure(
 
 
 # ---------------------------------------------------------------------------------------------
-# The SDK. All that the environment says is read first, then everything is made, and only then made global.
+# The SDK. First the environment is checked, then everything is built, and last the providers become global.
 
 
 def _plans(telemetry: Telemetry, otlp_endpoint: str | None) -> list[Plan]:
-    """Return what is to be made; what is not is noted.
+    """Return a plan for each signal that is exported, and note what happens to each signal.
 
     Raises:
-        InvalidRequestError: the environment asks for something that cannot be had.
+        InvalidRequestError: a variable has a value that cannot be used.
     """
     if setting("OTEL_SDK_DISABLED").lower() == "true":
         telemetry.did.append(f"traces, metrics, logs: off, {_OFF}")
@@ -195,7 +195,7 @@ def _plans(telemetry: Telemetry, otlp_endpoint: str | None) -> list[Plan]:
 
 
 def _make(telemetry: Telemetry, plans: list[Plan]) -> dict[Signal, Any]:
-    """Return a provider for each plan; nobody else knows of them yet."""
+    """Return a provider for each plan, not yet global."""
     if not plans:
         return {}
     from asel.telemetry.providers import make_providers
@@ -218,7 +218,7 @@ def _make_global(telemetry: Telemetry, providers: dict[Signal, Any]) -> None:
         "logs": _logs.set_logger_provider,
     }
     for signal, provider in providers.items():
-        # First, since what fails half-way may have set it.
+        # Before the setter, which may fail after it has set the provider.
         telemetry._undo.append(functools.partial(_unset, *_GLOBALS[signal], provider))
         setters[signal](provider)
 
@@ -238,7 +238,7 @@ def _unset(module: Any, name: str, provider: Any) -> None:
 
 
 def _all_within(deadline: float, calls: Sequence[Callable[[], object]]) -> bool:
-    """Make calls that may block for long, side by side; tell whether all were over in time, and none returned False."""
+    """Make calls that may block, each in a thread; return whether all ended in time and none returned False."""
     results: list[object] = []
 
     def run(call: Callable[[], object]) -> None:
@@ -257,7 +257,7 @@ def _all_within(deadline: float, calls: Sequence[Callable[[], object]]) -> bool:
 
 
 def _make_outputs(telemetry: Telemetry, log_provider: Any, console: bool, file: Path | None) -> list[Output]:
-    """Return where structlog's entries are to go; empty if it is left as it is."""
+    """Return the outputs of structlog's entries; empty if structlog is left as it is."""
     if structlog.is_configured():
         telemetry.did.append("structlog: left as the application has configured it")
         return []

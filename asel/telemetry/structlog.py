@@ -23,14 +23,14 @@ _LOOK_EVERY = 64
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of asel's on its way through structlog: when its event happened, and which keys are its own."""
+    """What structlog's processors cannot see in one of asel's entries: its event's time, and which keys are asel's."""
 
     time_ns: int
     names: frozenset[str]
 
 
 current_entry: ContextVar[Entry | None] = ContextVar("asel_log_entry", default=None)
-"""Set while structlog's processors see an entry of asel's: by then it is later than the event."""
+"""Set while structlog processes one of asel's entries, which is later than the event."""
 
 
 class StructlogSink:
