@@ -128,6 +128,7 @@ def test_closing_keeps_its_deadline_and_says_what_was_not_sent(caplog):
         counted = Counted()
         trace.get_tracer_provider().add_span_processor(counted)
         run_in_virtual_time(one_tune)
+        assert shared_pipeline().flush(10)
         start = time.perf_counter()
         assert telemetry.close() is False
         assert time.perf_counter() - start < 5

@@ -1,7 +1,7 @@
 """OpenTelemetry's environment variables, as far as `configure` builds the objects they configure.
 
-An empty variable counts as unset, as OpenTelemetry specifies. An unusable value is refused before anything is built: the
-SDK would log a line and use a default, or raise after half of its objects exist.
+An empty variable counts as unset, as OpenTelemetry specifies. An unusable value is refused before anything is built:
+the SDK would log a line and use a default, or raise after half of its objects exist.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ ATTRIBUTES = (
     "error.type",
 )
 
-# OTLP attributes for the keys of log entries, if not the key in asel's namespace: those that spans have, OpenTelemetry's
-# own names for errors, and names without units, as its conventions ask.
+# OTLP attributes for the keys of log entries, if not the key in asel's namespace: those that spans have, the names that
+# OpenTelemetry has for errors, and names without units, as its conventions ask.
 _LOG_ATTRIBUTES = {
     "call_key": "asel.key",
     "candidates": "asel.candidate.count",
