@@ -20,6 +20,7 @@ import numpy as np
 from asel.canonical import aval_form
 from asel.devices import real_mesh, settings_held
 from asel.measure import How, Lowered, Sampler, Trial
+from asel.redaction import redact
 from asel.signatures import is_numeric
 from asel.threads import Busy, run_in_thread
 
@@ -335,7 +336,7 @@ def _lower(
                 return "forward+backward", _lowered(backward, arrays), None
         except Exception as error:
             # Whatever it is, the forward pass tells if it matters; `how` tells that the backward is missing.
-            logger.debug("not differentiated: %s", error)
+            logger.debug("not differentiated: %s", redact(error))
     try:
         return "forward", _lowered(forward, arrays), None
     except Exception as error:

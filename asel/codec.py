@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from asel.errors import InvalidRequestError
 from asel.kernel import Cfg
+from asel.redaction import redact
 from asel.stores.records import RecordError
 
 __all__ = ["Codec"]
@@ -88,7 +89,7 @@ class Codec(Generic[Cfg]):
             try:
                 return self._loader(value)
             except Exception as error:  # the user's own, which may raise anything
-                raise RecordError(f"the loader refused it: {type(error).__name__}: {error}") from error
+                raise RecordError(f"the loader refused it: {type(error).__name__}: {redact(error)}") from error
         if self._adapter is None:
             return value  # type: ignore[no-any-return]
         try:
@@ -99,7 +100,7 @@ class Codec(Generic[Cfg]):
             first = error.errors(include_url=False, include_input=False)[0]
             raise RecordError(f"{_path(first['loc'])}: {first['msg']}") from error
         except Exception as error:  # validators and __post_init__ are the user's own, too
-            raise RecordError(f"the config type refused it: {type(error).__name__}: {error}") from error
+            raise RecordError(f"the config type refused it: {type(error).__name__}: {redact(error)}") from error
         if lost is not None:
             raise RecordError(f"{_path(lost)}: the config type has no such field")
         return cfg

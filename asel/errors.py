@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asel.redaction import redact
+
 if TYPE_CHECKING:
     from asel.keys import CacheKey
     from asel.outcomes import Outcome
@@ -33,7 +35,10 @@ __all__ = [
 
 
 class AselError(Exception):
-    """The root of everything asel raises on its own account."""
+    """The root of everything asel raises on its own account. No message has the secret of a URL in it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class InvalidRequestError(AselError, ValueError):
@@ -74,7 +79,7 @@ class StoreError(AselError, OSError):
 
     def __init__(self, message: str, *, location: str = "") -> None:
         super().__init__(message)
-        self.location = location
+        self.location = redact(location)
 
 
 class SelectorClosedError(AselError, RuntimeError):

@@ -17,6 +17,7 @@ import anyio.lowlevel
 from anyio.abc import ObjectReceiveStream
 
 from asel.errors import InvalidRequestError
+from asel.redaction import redact
 
 if TYPE_CHECKING:
     from asel.keys import CacheKey
@@ -407,7 +408,7 @@ class StoreFailed(Event):
     @classmethod
     def of(cls, key: CacheKey, operation: str, start: float, end: float, error: Exception) -> StoreFailed:
         kind = type(error).__name__
-        return cls(key=key, start=start, end=end, operation=operation, error_type=kind, message=str(error))
+        return cls(key=key, start=start, end=end, operation=operation, error_type=kind, message=redact(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from asel.calls import Call
 from asel.keeper import Keeper
 from asel.kernel import Cfg
 from asel.persistence import Sought
+from asel.redaction import redact
 from asel.tuning import inside_a_tune
 
 __all__ = ["explain", "why_memory_declines"]
@@ -43,7 +44,7 @@ async def _persistent(sought: Sought[Cfg], keeper: Keeper[Cfg] | None) -> TierSa
         cfg = None if stored is None else stored.cfg
         return TierSays.of("persistent", cfg, "stored", "store missed")
     except Exception as error:  # a store's failure makes its tier decline
-        return TierSays("persistent", None, f"store failed: {type(error).__name__}: {error}", answers=False)
+        return TierSays("persistent", None, f"store failed: {type(error).__name__}: {redact(error)}", answers=False)
 
 
 def _autotune(call: Call, found: Lookup[Cfg], why_not: str | None) -> TierSays[Cfg]:

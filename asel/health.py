@@ -8,6 +8,7 @@ from typing import Literal
 from asel.events import StoreFailed, StoreRecovered, StoreRetry
 from asel.fanout import FanOut
 from asel.keys import CacheKey
+from asel.redaction import redact
 
 __all__ = ["Health", "in_words"]
 
@@ -85,4 +86,4 @@ class Health:
 
 
 def in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {redact(error)}"

@@ -21,6 +21,7 @@ from asel.keys import CacheKey, Objective
 from asel.measure import Bench, How, Lowered, Sampler, Trial
 from asel.meter import Meter
 from asel.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport, text_of
+from asel.redaction import redact
 from asel.threads import Busy
 
 __all__ = ["Runner", "TuneJob", "by_way", "groups_of"]
@@ -113,7 +114,7 @@ class TuneJob(Generic[Cfg]):
     def fail(self, index: int, start: float, stage: Stage, error: BaseException, left_behind: list[Busy]) -> None:
         """Note that a candidate broke; what would end the program ends the candidate alone."""
         if not isinstance(error, Exception):
-            error = RuntimeError(f"{type(error).__name__}: {error}")
+            error = RuntimeError(f"{type(error).__name__}: {redact(error)}")
         busy = any(thread.alive for thread in left_behind)
         message = text_of(error)
         if isinstance(error, TimeoutError) and not message:

@@ -24,6 +24,7 @@ from asel.kernel import Cfg
 from asel.keys import CacheKey, alike
 from asel.outcomes import TuneReport
 from asel.persistence import Persistence, Sought, Stored
+from asel.redaction import redact
 from asel.stores.protocol import Claim
 from asel.stores.records import Rejected
 
@@ -348,4 +349,8 @@ class Keeper(Generic[Cfg]):
 
     def _tell_rejected(self, rejected: Rejected) -> None:
         now = self._events.now()
-        self._events(RecordRejected(key=rejected.key, start=now, end=now, where=rejected.where, reason=rejected.reason))
+        self._events(
+            RecordRejected(
+                key=rejected.key, start=now, end=now, where=redact(rejected.where), reason=redact(rejected.reason)
+            )
+        )

@@ -13,6 +13,7 @@ from asel.encoding import Encoder, whereabouts
 from asel.errors import InvalidRequestError, UnstableKeyError
 from asel.kernel import Cfg, has_default_candidates, key_builder_of, parameters_of, ranks_of, variant
 from asel.memo import Memo
+from asel.redaction import redact
 from asel.signatures import default_device_setting, refuse_if_endless, signature
 
 __all__ = [
@@ -145,7 +146,7 @@ class Resolved(Generic[Cfg]):
         try:
             self.groups = ranks_of(kernel, inv, self.candidates)
         except Exception as error:  # the candidates are as they were, so what was stored of them still answers
-            self.no_candidates = f"candidate_priority raised {type(error).__name__}: {error}"
+            self.no_candidates = f"candidate_priority raised {type(error).__name__}: {redact(error)}"
             self.kernel_raised = True
 
     def checksum(self, objective: Objective) -> str:
@@ -170,7 +171,7 @@ def _ask(kernel: Any, method: str, inv: Any, platform: str, context: str | None,
     except NotImplementedError:
         return None, f"kernel has no {what}", False
     except Exception as error:  # a kernel's failure makes its tier decline
-        return None, f"{method} raised {type(error).__name__}: {error}", True
+        return None, f"{method} raised {type(error).__name__}: {redact(error)}", True
 
 
 def _with_incumbent(listed: list[Cfg], heuristic: Cfg | None) -> tuple[tuple[Cfg, ...], int | None]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from asel.errors import InvalidRequestError, StoreError
+from asel.redaction import redact
 from asel.stores import records
 from asel.stores.document_format import (
     FOOTER,
@@ -182,7 +183,7 @@ class _Import:
         try:
             self.load(record.cfg)
         except RecordError as error:
-            self.mismatched.append((f"the record of {record.key}", str(error)))
+            self.mismatched.append((f"the record of {record.key}", redact(error)))
             return False
         return True
 

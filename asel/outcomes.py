@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal
 
 from asel.kernel import Cfg
 from asel.keys import CacheKey, Objective, alike
+from asel.redaction import redact
 
 __all__ = ["Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport", "in_words", "text_of"]
 
@@ -190,9 +191,9 @@ def _marks(report: TuneReport[Any], outcome: Measured[Any]) -> list[str]:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's message, whatever class of a user's it is."""
+    """Return an error's message without secrets, whatever class of a user's it is."""
     try:
-        return str(error)
+        return redact(error)
     except Exception as why:
         return f"(its message raised {type(why).__name__})"
 

@@ -27,6 +27,7 @@ from asel.memo import Memo
 from asel.moving import Imported
 from asel.outcomes import TuneReport
 from asel.persistence import Sought, Stored
+from asel.redaction import redact
 from asel.stores import open_store
 from asel.stores.protocol import Claim, Store, StoreDefaults, StoreStats
 from asel.stores.records import MOST_BYTES, Address, Record, RecordError, Rejected, environment_digest, log_rejected
@@ -73,7 +74,7 @@ class PersistentCache(Generic[Cfg]):
             # PersistentCache("/path/to/cache.json", loader, dumper), as its ancestor's documentation has it.
             opname, path, loader, dumper = Path(opname).stem, opname, path or loader, loader if path else dumper
         elif not isinstance(opname, str) or not _NAMES.fullmatch(opname):
-            shown = "a URL" if "://" in str(opname) else repr(opname)  # which may have a password in it
+            shown = "a URL" if ":/" in str(opname) else repr(opname)  # which may have a password in it
             raise InvalidRequestError(
                 f"PersistentCache: opname, {shown}, must be a plain name of letters, digits and ._@+-; "
                 "pass a location as path="
@@ -91,12 +92,12 @@ class PersistentCache(Generic[Cfg]):
             store.on_rejected = self._reject
 
     def __repr__(self) -> str:
-        return f"PersistentCache({self.opname!r}, {self.store.location!r})"
+        return f"PersistentCache({self.opname!r}, {self.path!r})"
 
     @property
     def path(self) -> str:
         """Where the records are; never with a secret in it."""
-        return self.store.location
+        return redact(self.store.location)
 
     @property
     def _layers(self) -> tuple[Store, ...]:
@@ -288,7 +289,7 @@ class PersistentCache(Generic[Cfg]):
         try:
             cfg = self._codec.reader(among)(record.cfg)
         except RecordError as error:
-            return Rejected(f"{self.path} ({record.key.op_id})", str(error), record.key)
+            return Rejected(f"{self.path} ({record.key.op_id})", redact(error), record.key)
         # What a user put is the user's business; a tune chooses among its candidates.
         if record.checksum and among and not self._is_candidate(cfg, record.cfg, among):
             reason = f"its config, {record.cfg!r:.200}, is not a candidate of the kernel"
@@ -330,7 +331,7 @@ class PersistentCache(Generic[Cfg]):
         try:
             text = report.to_json(self._codec.dump)
         except InvalidRequestError as error:  # the winner could be stored; that another cannot is no reason not to
-            logger.debug("stored without its report: %s", error)
+            logger.debug("stored without its report: %s", redact(error))
             return None
         if len(text) > MOST_BYTES // 2:  # compilers' errors have no bound
             logger.debug("stored without its report, which has %d bytes", len(text))
@@ -344,7 +345,7 @@ class PersistentCache(Generic[Cfg]):
         try:
             return TuneReport.from_facts(record.report, self._codec.reader(among))
         except (RecordError, ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.debug("the report of a record of %s cannot be read: %s", record.key, error)
+            logger.debug("the report of a record of %s cannot be read: %s", record.key, redact(error))
             return None
 
     def _adopted(self, stored: Stored[Cfg], ours: Record) -> Stored[Cfg]:

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from asel.loop import LoopHandle
+from asel.redaction import redact
 
 __all__ = ["Busy", "leave_to_thread", "run_in_thread"]
 
@@ -237,4 +238,4 @@ async def run_in_thread(
     if isinstance(result.error, Exception):
         raise result.error
     # SystemExit and the like are the candidate's business, not the event loop's.
-    raise RuntimeError(f"{step.what} raised {type(result.error).__name__}: {result.error}") from result.error
+    raise RuntimeError(f"{step.what} raised {type(result.error).__name__}: {redact(result.error)}") from result.error

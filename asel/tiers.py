@@ -31,6 +31,7 @@ from asel.keys import KeyMemo
 from asel.memo import Memo
 from asel.misses import Misses, Standing
 from asel.reading import Reading
+from asel.redaction import redact
 from asel.registry import record_invocation
 from asel.scopes import any_scope_here
 from asel.tuning import inside_a_tune
@@ -143,7 +144,7 @@ class Tiers(Generic[Cfg]):
                 self._tell(CacheHit, call, level="persistent", cfg=stored.cfg)
                 return call.answer("persistent", stored.cfg, stored.report)
         except StoreError as error:
-            return call.decline("persistent", f"store failed: {error}")
+            return call.decline("persistent", f"store failed: {redact(error)}")
         self._misses.read_later(call)
         return call.decline("persistent", f"no answer within wait_s={call.policy.wait_s:g}")
 
@@ -169,7 +170,7 @@ class Tiers(Generic[Cfg]):
         except TuningError as error:
             if not policy.allow_heuristics:
                 raise
-            return call.decline("autotune", f"the tune failed: {error}")
+            return call.decline("autotune", f"the tune failed: {redact(error)}")
         return call.decline("autotune", f"no answer within wait_s={policy.wait_s:g}")
 
     def _found(self, call: Call, done: Done[Cfg]) -> Selection[Cfg]:

@@ -30,6 +30,7 @@ from asel.outcomes import Failed, Measured, Skipped
 from asel.pending import Shared
 from asel.persistence import Sought
 from asel.policy import AutotunePolicy
+from asel.redaction import redact
 from asel.reporting import timings_in
 from asel.stores.protocol import Claim
 from asel.threads import Busy
@@ -282,7 +283,7 @@ class Tuning(Generic[Cfg]):
         job = tune.job
         if not isinstance(error, TuningError):
             wrapped = TuningError(
-                f"tuning {job.key.op_id!r} broke off: {type(error).__name__}: {error}",
+                f"tuning {job.key.op_id!r} broke off: {type(error).__name__}: {redact(error)}",
                 key=job.key,
                 outcomes=tuple(job.outcomes.values()),
             )

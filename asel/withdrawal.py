@@ -15,7 +15,7 @@ from asel.fanout import FanOut
 from asel.keeper import Keeper
 from asel.kernel import Cfg
 from asel.keys import Resolved, alike
-from asel.outcomes import Skipped, TuneReport
+from asel.outcomes import Skipped, TuneReport, text_of
 from asel.persistence import Sought
 
 __all__ = ["Fault", "Withdrawal", "barred", "fallbacks"]
@@ -132,6 +132,6 @@ class Withdrawal(Generic[Cfg]):
                 tier=fault.tier,
                 instead=instead,
                 error_type=type(fault.error).__name__,
-                message=str(fault.error),
+                message=text_of(fault.error),
             )
         )

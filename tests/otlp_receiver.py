@@ -33,6 +33,12 @@ class Receiver:
         self.metrics: list[Any] = []
         self.logs: list[Any] = []
         self.resources: list[dict[str, Any]] = []
+        self.scopes: set[tuple[str, str, str]] = set()
+        """Which signal came from which instrumentation scope, of which version."""
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.status = 200
+        """What requests are answered with; what comes with another is not kept."""
         self.endpoint = ""
 
     def take(self, path: str, body: bytes) -> None:
@@ -46,6 +52,7 @@ class Receiver:
             for resource in getattr(request, signal, ()):
                 self.resources.append(attributes(resource.resource))
                 for scope in getattr(resource, within):
+                    self.scopes.add((kept, scope.scope.name, scope.scope.version))
                     found = {"spans": self.spans, "metrics": self.metrics, "log_records": self.logs}[kept]
                     found.extend(getattr(scope, kept))
 
@@ -70,10 +77,14 @@ def receiving() -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
+            receiver.paths.append(self.path)
             receiver.asked.set()
             receiver.gate.wait(30)
-            receiver.take(self.path, gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
-            self.send_response(200)
+            if receiver.status == 200:
+                path = self.path.partition("?")[0]
+                receiver.take(path, gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
+            self.send_response(receiver.status)
             self.send_header("Content-Type", "application/x-protobuf")
             self.send_header("Content-Length", "0")
             self.end_headers()

@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 
 # In the order of the arrow: a module imports only from those above it. `errors` and `events` are for everyone.
 ARROW = [
+    "redaction",
     "errors",
     "loop",
     "events",
@@ -85,12 +86,17 @@ ARROW = [
     "withdrawal",
     "telemetry.names",
     "telemetry.tally",
+    "telemetry.environment",
+    "telemetry.export_queue",
     "telemetry.pipeline",
     "telemetry.tap",
     "telemetry.aside",
     "telemetry.structlog",
     "telemetry.opentelemetry",
     "telemetry.metrics",
+    "telemetry.processors",
+    "telemetry.providers",
+    "telemetry.outputs",
     "telemetry.setup",
     "telemetry.capture",
     "telemetry",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 
 import anyio
 import pytest
@@ -111,10 +112,20 @@ def test_a_tune_its_waiters_and_a_hit_arrive_with_their_links_attributes_and_tim
         [selections] = [metric for metric in receiver.metrics if metric.name == "asel.selections"]
         ours = [p for p in selections.sum.data_points if attributes(p)["asel.op"] == "toy@v1"]
         assert {attributes(point)["asel.tier"] for point in ours} >= {"autotune", "memory"}
-        entries = {record.body.string_value: record for record in receiver.logs}
+        entries = {record.event_name: record for record in receiver.logs}
         assert {"asel.autotune_start", "asel.candidate_failed", "asel.autotune_finish"} <= entries.keys()
         assert entries["asel.autotune_finish"].span_id == tune.span_id
-        assert attributes(entries["asel.candidate_failed"])["error_type"] == "ValueError"
+        assert not any(record.body.WhichOneof("value") for record in receiver.logs)
+        told = attributes(entries["asel.candidate_failed"])
+        assert (told["error.type"], told["exception.message"]) == ("ValueError", "too large")
+        assert {key for record in receiver.logs for key in attributes(record)} - {
+            "error.type",
+            "exception.message",
+        } == {key for record in receiver.logs for key in attributes(record) if key.startswith("asel.")}
+        version = metadata.version("asel")
+        assert {scope for scope in receiver.scopes if scope[1] != "test"} == {
+            (kept, "asel", version) for kept in ("spans", "metrics", "log_records")
+        }
 
 
 async def one_tune_and_hits(hits=200):

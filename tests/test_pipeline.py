@@ -165,7 +165,10 @@ def test_drops_are_in_the_metrics():
     assert pipeline.flush(10)
     metrics = captured.metrics()
     assert metrics["asel.telemetry.events"] == {(): 11}
-    assert metrics["asel.telemetry.dropped"] == {(("reason", "ceiling"),): 20, (("reason", "closed"),): 0}
+    assert metrics["asel.telemetry.dropped"] == {
+        (("asel.reason", "ceiling"), ("asel.signal", "events")): 20,
+        (("asel.reason", "closed"), ("asel.signal", "events")): 0,
+    }
     assert metrics["asel.selections"] == {(("asel.op", "op@v1"), ("asel.tier", "memory")): 30}
 
 

@@ -9,9 +9,18 @@ import anyio
 import typer
 from rich.console import Console
 
+from asel.errors import InvalidRequestError
+from asel.redaction import redact
+
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Pick kernel configurations for JAX, and show why.")
+# No local variables in tracebacks: one of them may be a URL with a password.
+app = typer.Typer(
+    pretty_exceptions_show_locals=False,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Pick kernel configurations for JAX, and show why.",
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -43,11 +52,16 @@ def demo(
         return
     from asel.telemetry import configure
 
-    with configure("asel-demo", otlp) as telemetry:
+    try:
+        telemetry = configure("asel-demo", otlp)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(str(error)) from None
+    with telemetry:
         console.print(str(telemetry), markup=False, highlight=False)
         anyio.run(tell, console, backend=backend)
         if not telemetry.close():
-            console.print(f"[bold red]{otlp} did not take all of it within {telemetry.close_timeout_s:g} s")
+            text = f"{redact(otlp)} did not take all of it within {telemetry.close_timeout_s:g} s"
+            console.print(text, style="bold red", markup=False, highlight=False)
 
 
 def main() -> None:

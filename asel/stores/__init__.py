@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from asel.errors import InvalidRequestError
@@ -42,9 +43,11 @@ def open_store(location: Any, *, read_only: bool = False) -> Store:
             from asel.stores.redis import RedisStore  # needs the extra asel[redis]
 
             return RedisStore(location)
-        if "://" in location:
-            scheme = location.partition("://")[0]
-            raise InvalidRequestError(f"{scheme}:// is no store; use a path, or a redis:// or rediss:// URL")
+        # No message repeats it: misspelt, it may have its password in any part. pathlib makes one slash of two.
+        if "://" in location or re.match(r"[a-z][a-z0-9+.-]+:/", location, re.IGNORECASE):
+            scheme = re.match(r"[a-z][a-z0-9+.-]*(?=:/)", location, re.IGNORECASE)
+            shown = f"{scheme[0]}://" if scheme else "this URL"
+            raise InvalidRequestError(f"{shown} is not a store; use a path, or a redis:// or rediss:// URL as text")
         return DocumentStore(location) if location.endswith(".json") else DirectoryStore(location, read_only=read_only)
     if all(hasattr(location, method) for method in ("get", "put", "claim", "records", "delete")):
         return location  # type: ignore[no-any-return]

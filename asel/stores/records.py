@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 
 from asel.errors import InvalidRequestError
 from asel.keys import CacheKey
+from asel.redaction import redact
 from asel.stores import strict_json
 
 __all__ = [
@@ -65,7 +66,7 @@ class Rejected:
 
 def log_rejected(rejected: Rejected) -> None:
     """Tell the log, where nobody else wants to know."""
-    logger.warning("a record at %s was rejected: %s", rejected.where, rejected.reason)
+    logger.warning("a record at %s was rejected: %s", redact(rejected.where), redact(rejected.reason))
 
 
 class Address(NamedTuple):

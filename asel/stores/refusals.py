@@ -14,6 +14,7 @@ from coredis.exceptions import (
     UnknownCommandError,
 )
 
+from asel.redaction import redact
 from asel.stores.targets import Target
 
 __all__ = ["explain"]
@@ -65,4 +66,4 @@ def _words(error: BaseException) -> str:
         return "; ".join(dict.fromkeys(_words(one) for one in cause.exceptions))
     if isinstance(error, OSError) and isinstance(cause, OSError):
         return _words(cause)
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return " ".join(redact(error).split())[:300] or type(error).__name__

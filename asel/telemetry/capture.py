@@ -10,6 +10,7 @@ from opentelemetry.trace import Tracer
 
 from asel.events import Sink
 from asel.telemetry.metrics import MetricsSink
+from asel.telemetry.names import VERSION
 from asel.telemetry.opentelemetry import OpenTelemetrySink
 from asel.telemetry.pipeline import Pipeline
 from asel.telemetry.structlog import StructlogSink
@@ -62,12 +63,19 @@ class CapturedTelemetry:
         provider = TracerProvider(sampler=sampler, resource=nowhere, shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self._reader = InMemoryMetricReader()
-        meter = MeterProvider([self._reader], resource=nowhere, shutdown_on_exit=False).get_meter("asel")
-        self.tracer: Tracer = provider.get_tracer("asel")
+        meter = MeterProvider([self._reader], resource=nowhere, shutdown_on_exit=False).get_meter("asel", VERSION)
+        self.tracer: Tracer = provider.get_tracer("asel", VERSION)
         self.entries: list[dict[str, Any]] = []
         """The log entries, with their level."""
         self.sinks: tuple[Sink, ...] = (
-            Tap([OpenTelemetrySink(self.tracer), MetricsSink(meter), StructlogSink(_keeping(self.entries))], pipeline),
+            Tap(
+                [
+                    OpenTelemetrySink(self.tracer),
+                    MetricsSink(meter, exports=dict),
+                    StructlogSink(_keeping(self.entries)),
+                ],
+                pipeline,
+            ),
         )
 
     @property

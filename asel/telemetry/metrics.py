@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from opentelemetry import metrics
@@ -31,7 +31,8 @@ from asel.events import (
     StoreRead,
     WinnerFailed,
 )
-from asel.telemetry.names import DURATION_BUCKETS_S
+from asel.telemetry.export_queue import dropped_exports
+from asel.telemetry.names import DURATION_BUCKETS_S, VERSION
 from asel.telemetry.pipeline import Pipeline
 from asel.telemetry.tally import Tally
 
@@ -60,13 +61,20 @@ _MEASURED = (
 class MetricsSink:
     """Counts answers and records durations; with `meter`, there, and else with the application's provider.
 
-    One is enough for a process: the instruments of two over one meter would be reported twice.
+    One is enough for a process: the instruments of two over one meter would be reported twice. `exports` returns what
+    was dropped behind asel's own pipelines, by signal and reason.
     """
 
     deferred = True
 
-    def __init__(self, meter: Meter | None = None) -> None:
+    def __init__(
+        self,
+        meter: Meter | None = None,
+        *,
+        exports: Callable[[], Mapping[tuple[str, str], int]] = dropped_exports,
+    ) -> None:
         self.tally = Tally()
+        self._exports = exports
         self._given = meter is not None
         self._provider: Any = None
         self._histograms: dict[str, Histogram] | None = None
@@ -113,7 +121,7 @@ class MetricsSink:
             if provider is not self._provider:
                 self._provider = provider
                 placeholder = type(provider).__name__ in _PLACEHOLDERS
-                self._histograms = None if placeholder else self._make_instruments(provider.get_meter("asel"))
+                self._histograms = None if placeholder else self._make_instruments(provider.get_meter("asel", VERSION))
         return self._histograms
 
     def _make_instruments(self, meter: Meter) -> dict[str, Histogram]:
@@ -131,7 +139,10 @@ class MetricsSink:
             "asel.telemetry.events", [self._emitted], "{event}", "Events that were turned into telemetry."
         )
         meter.create_observable_counter(
-            "asel.telemetry.dropped", [self._dropped], "{event}", "Events that were not, by reason."
+            "asel.telemetry.dropped",
+            [self._dropped],
+            "{item}",
+            "Events that were not, and spans and log records that were not sent, by reason.",
         )
         buckets = list(DURATION_BUCKETS_S)
         return {
@@ -174,12 +185,12 @@ class MetricsSink:
         yield Observation(sum(pipeline.statistics().emitted for pipeline in list(self._pipelines)))
 
     def _dropped(self, options: CallbackOptions) -> Iterable[Observation]:
-        totals: dict[str, int] = {"ceiling": 0, "closed": 0}
+        totals = {("events", "ceiling"): 0, ("events", "closed"): 0, **self._exports()}
         for pipeline in list(self._pipelines):
             for reason, number in pipeline.statistics().shed.items():
-                totals[reason] += number
-        for reason, number in totals.items():
-            yield Observation(number, {"reason": reason})
+                totals["events", reason] += number
+        for (signal, reason), number in totals.items():
+            yield Observation(number, {"asel.signal": signal, "asel.reason": reason})
 
 
 def _durations(event: Event) -> Iterator[tuple[str, float, dict[str, str | None]]]:

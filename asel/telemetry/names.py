@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Literal
 
-__all__ = ["ATTRIBUTES", "DURATION_BUCKETS_S", "INSTRUMENTS", "METRICS", "SPANS"]
+__all__ = [
+    "ATTRIBUTES",
+    "DURATION_BUCKETS_S",
+    "INSTRUMENTS",
+    "METRICS",
+    "SPANS",
+    "VERSION",
+    "log_attribute",
+]
+
+
+def _version() -> str:
+    try:
+        return metadata.version("asel")
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        return "unknown"
+
+
+# The version of asel's instrumentation scope. Read at import: it is in a file, and sinks are set up on the event loop.
+VERSION = _version()
 
 SPANS = (
     "asel.choose",
@@ -32,7 +52,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "asel.store.duration": ("asel.operation", "error.type"),
     "asel.background.queue": (),
     "asel.telemetry.events": (),
-    "asel.telemetry.dropped": ("reason",),
+    "asel.telemetry.dropped": ("asel.signal", "asel.reason"),
 }
 
 # Metric: its instrument and unit, from which Prometheus' name for it follows. A unit in braces leaves no trace there.
@@ -47,7 +67,7 @@ INSTRUMENTS: dict[str, tuple[Literal["counter", "updowncounter", "histogram"], s
     "asel.store.duration": ("histogram", "s"),
     "asel.background.queue": ("updowncounter", "{request}"),
     "asel.telemetry.events": ("counter", "{event}"),
-    "asel.telemetry.dropped": ("counter", "{event}"),
+    "asel.telemetry.dropped": ("counter", "{item}"),
 }
 
 ATTRIBUTES = (
@@ -76,6 +96,34 @@ ATTRIBUTES = (
     "asel.waiters",
     "error.type",
 )
+
+# OTLP attributes for the keys of log entries, if not the key in asel's namespace: those that spans have, the names that
+# OpenTelemetry has for errors, and names without units, as its conventions ask.
+_LOG_ATTRIBUTES = {
+    "call_key": "asel.key",
+    "candidates": "asel.candidate.count",
+    "cfg": "asel.config",
+    "compile_s": "asel.compile",
+    "duration_s": "asel.duration",
+    "error_type": "error.type",
+    "failed": "asel.candidate.failed",
+    "failing_s": "asel.failing",
+    "index": "asel.candidate.index",
+    "measured": "asel.candidate.measured",
+    "median_s": "asel.median",
+    "message": "exception.message",
+    "op_id": "asel.op",
+    "skipped": "asel.candidate.skipped",
+    "tune_id": "asel.tune.id",
+    "wait_s": "asel.wait",
+    "waited_s": "asel.wait",
+}
+
+
+def log_attribute(key: str) -> str:
+    """Return the attribute of an OTLP log record for a key of a log entry."""
+    return _LOG_ATTRIBUTES.get(key) or f"asel.{key}"
+
 
 # From a hit to a tune: 1 us to 300 s.
 DURATION_BUCKETS_S = (

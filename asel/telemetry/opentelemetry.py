@@ -45,7 +45,7 @@ from asel.events import (
     StoreRead,
     WinnerFailed,
 )
-from asel.telemetry.names import SPANS
+from asel.telemetry.names import SPANS, VERSION
 from asel.tuning import inside_a_tune
 
 __all__ = ["OpenTelemetrySink"]
@@ -120,7 +120,7 @@ class OpenTelemetrySink:
             provider = trace.get_tracer_provider()
             if provider is not self._provider:
                 self._provider = provider
-                self._tracer = None if type(provider) in _PLACEHOLDERS else provider.get_tracer("asel")
+                self._tracer = None if type(provider) in _PLACEHOLDERS else provider.get_tracer("asel", VERSION)
         return self._tracer
 
     def watch(self, loop: object, statistics: object) -> None:

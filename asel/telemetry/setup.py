@@ -1,6 +1,6 @@
 """`configure`: the SDK, its exporters and structlog in one call, for people who have set up nothing.
 
-The only part of asel that uses OpenTelemetry's SDK. What the application has set up already is left alone.
+What the application has set up already is left alone.
 """
 
 from __future__ import annotations
@@ -8,32 +8,41 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import opentelemetry._logs._internal as logs_globals
 import opentelemetry.metrics._internal as metrics_globals
 import structlog
-from opentelemetry import _logs, context, metrics, trace
+from opentelemetry import _logs, metrics, trace
 from opentelemetry.util._once import Once
 
-from asel.errors import InvalidRequestError
+from asel.redaction import SecretFilter, redact
+from asel.telemetry.environment import Plan, Signal, destinations, planned, setting
+from asel.telemetry.export_queue import ExportQueue
+from asel.telemetry.names import VERSION
+from asel.telemetry.outputs import Output, configure_structlog, printed, sent
 from asel.telemetry.pipeline import shared_pipeline
 from asel.threads import run_in_thread
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.resources import Resource
-
 __all__ = ["Telemetry", "configure"]
 
-_SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
+logger = logging.getLogger("asel")
 _OFF = "OTEL_SDK_DISABLED is set"
+# Loggers whose messages may repeat the URL of a request or a collector's answer.
+_LOGGERS = (
+    "opentelemetry.exporter.otlp.common.http",
+    "opentelemetry.exporter.otlp.proto.http._common",
+    "opentelemetry.exporter.otlp.proto.http._log_exporter",
+    "opentelemetry.exporter.otlp.proto.http.metric_exporter",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.sdk.metrics._internal.export",
+    "urllib3.connectionpool",
+)
 
 
 class Telemetry:
@@ -48,7 +57,10 @@ class Telemetry:
         self.close_timeout_s = close_timeout_s
         self.did: list[str] = []
         self._providers: list[Any] = []
+        self._queues: list[ExportQueue[Any]] = []
         self._undo: list[Callable[[], object]] = []
+        # For when no request is in flight any more.
+        self._undo_last: list[Callable[[], object]] = []
         self._closed = False
 
     def __str__(self) -> str:
@@ -58,19 +70,32 @@ class Telemetry:
         """Send what there is; False if the collector does not take it in time. Blocks: not for event loops."""
         deadline = time.monotonic() + timeout_s
         flushed = shared_pipeline().flush(timeout_s)
-        return _all_within(deadline, [provider.force_flush for provider in self._providers]) and flushed
+        left_ms = max(0, round((deadline - time.monotonic()) * 1000))
+        calls = [functools.partial(provider.force_flush, left_ms) for provider in self._providers]
+        return _all_within(deadline, calls) and flushed
 
     def close(self) -> bool:
-        """Send what is left, and undo what was set up; False if there was not enough time to send it."""
+        """Send what is left, and undo what was set up; False if not all of it could be sent.
+
+        Unsent spans and log records are counted in `asel.telemetry.dropped`, and a warning has their number.
+        """
         if self._closed:
             return True
         self._closed = True
         atexit.unregister(self.close)
         deadline = time.monotonic() + self.close_timeout_s
+        lost = [queue.lost for queue in self._queues]
         flushed = shared_pipeline().flush(self.close_timeout_s)
-        while self._undo:
-            self._undo.pop()()
-        return _all_within(deadline, [provider.shutdown for provider in self._providers]) and flushed
+        _run_all(self._undo)
+        closed = _all_within(deadline, [provider.shutdown for provider in self._providers])
+        for queue, before in zip(self._queues, lost, strict=True):
+            queue.abandon()
+            if unsent := queue.lost - before:
+                closed = False
+                logger.warning("telemetry was closed with %d %s unsent", unsent, queue.plural)
+        if closed:  # else a request may be in flight, and its failure will be logged later
+            _run_all(self._undo_last)
+        return closed and flushed
 
     async def aclose(self) -> bool:
         """Close, without holding up the event loop."""
@@ -92,6 +117,20 @@ class Telemetry:
     ) -> None:
         await self.aclose()
 
+    def _discard(self) -> None:
+        """Undo a set-up that failed half-way."""
+        self._closed = True
+        for queue in self._queues:
+            queue.abandon()
+        _run_all(self._undo)
+        _all_within(time.monotonic() + self.close_timeout_s, [provider.shutdown for provider in self._providers])
+        _run_all(self._undo_last)
+
+
+def _run_all(undo: list[Callable[[], object]]) -> None:
+    while undo:
+        undo.pop()()
+
 
 def configure(
     service_name: str,
@@ -104,123 +143,91 @@ def configure(
     """Send traces, metrics and logs to a collector, and log entries to the console or a file, as asked.
 
     OpenTelemetry's environment variables count: `OTEL_EXPORTER_OTLP_ENDPOINT` where no endpoint is given,
-    `OTEL_SERVICE_NAME` before `service_name`, `OTEL_TRACES_SAMPLER`, `OTEL_SDK_DISABLED`, and those the SDK
-    reads itself. Call it before there is an event loop: the SDK looks around for what it runs on. Tracers that
-    were obtained meanwhile keep to it when it is closed.
+    `OTEL_SERVICE_NAME` before `service_name`, `OTEL_TRACES_EXPORTER` and its like (`otlp`, `console`, `none`),
+    `OTEL_TRACES_SAMPLER`, `OTEL_SDK_DISABLED`, and those the SDK reads itself. Call it before there is an event loop:
+    the SDK looks around for what it runs on. Tracers that were obtained meanwhile keep to it when it is closed.
 
     Raises:
-        InvalidRequestError: there is an endpoint, and the exporter is not installed.
+        InvalidRequestError: a variable cannot be honoured, the endpoint is not a URL, or the exporter is not installed.
+            Nothing was set up.
     """
-    telemetry = Telemetry(os.environ.get("OTEL_SERVICE_NAME") or service_name, close_timeout_s)
+    telemetry = Telemetry(setting("OTEL_SERVICE_NAME") or service_name, close_timeout_s)
+    plans = _plans(telemetry, otlp_endpoint)
     try:
-        log_provider = _set_up_sdk(telemetry, otlp_endpoint)
-        _set_up_structlog(telemetry, log_provider, console, None if file is None else Path(file))
+        providers = _make(telemetry, plans)
+        outputs = _make_outputs(telemetry, providers.get("logs"), console, None if file is None else Path(file))
+        _make_global(telemetry, providers)
+        if outputs:
+            telemetry._undo.append(structlog.reset_defaults)
+            configure_structlog(outputs)
     except BaseException:
-        telemetry.close()
+        telemetry._discard()
         raise
     atexit.register(telemetry.close)
     return telemetry
 
 
 # ---------------------------------------------------------------------------------------------
-# The SDK.
+# The SDK. First the environment is checked, then everything is built, and last the providers become global.
 
 
-def _set_up_sdk(telemetry: Telemetry, otlp_endpoint: str | None) -> Any:
-    """Set up what exports; return the provider that log entries go to, if any."""
-    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+def _plans(telemetry: Telemetry, otlp_endpoint: str | None) -> list[Plan]:
+    """Return a plan for each signal that is exported, and note what happens to each signal.
+
+    Raises:
+        InvalidRequestError: a variable has a value that cannot be used.
+    """
+    if setting("OTEL_SDK_DISABLED").lower() == "true":
         telemetry.did.append(f"traces, metrics, logs: off, {_OFF}")
-        return None
-    from opentelemetry.sdk.resources import Resource
-
-    resource = Resource.create({"service.name": telemetry.service_name})
-    _set_up_traces(telemetry, resource, _endpoint("traces", otlp_endpoint))
-    _set_up_metrics(telemetry, resource, _endpoint("metrics", otlp_endpoint))
-    return _set_up_logs(telemetry, resource, _endpoint("logs", otlp_endpoint))
-
-
-def _endpoint(signal: str, given: str | None) -> str | None:
-    """Return where a signal goes: given by the caller, else by the environment; None: nowhere."""
-    if os.environ.get(f"OTEL_{signal.upper()}_EXPORTER", "otlp").strip().lower() == "none":
-        return None
-    if given is not None:
-        return f"{given.rstrip('/')}/v1/{signal}"
-    if own := os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"):
-        return own
-    shared = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    return f"{shared.rstrip('/')}/v1/{signal}" if shared else None
+        return []
+    plans = []
+    for signal, (module, name) in _GLOBALS.items():
+        if getattr(module, name, None) is not None:
+            telemetry.did.append(f"{signal}: left to the provider that the application has set")
+        elif found := destinations(signal, otlp_endpoint):
+            plans.append(planned(signal, found))
+            telemetry.did.append(str(plans[-1]))
+        else:
+            variable = f"OTEL_{signal.upper()}_EXPORTER"
+            why = f"{variable} is none" if setting(variable) else "there is no endpoint"
+            telemetry.did.append(f"{signal}: nowhere, {why}")
+    return plans
 
 
-def _exporter(signal: str, kind: str, endpoint: str) -> Any:
-    try:
-        module = __import__(f"opentelemetry.exporter.otlp.proto.http.{signal}_exporter", fromlist=[kind])
-    except ImportError as error:
-        raise InvalidRequestError(
-            f"configure: to send {signal} to {endpoint} takes an exporter; install it with: pip install 'asel[otlp]'"
-        ) from error
-    return getattr(module, kind)(endpoint=endpoint)
+def _make(telemetry: Telemetry, plans: list[Plan]) -> dict[Signal, Any]:
+    """Return a provider for each plan, not yet global."""
+    if not plans:
+        return {}
+    from asel.telemetry.providers import make_providers
+
+    _hide(telemetry, [secret for plan in plans for to in plan.destinations for secret in to.secrets])
+    return make_providers(telemetry.service_name, plans, telemetry._providers, telemetry._queues)
 
 
-def _set_up_traces(telemetry: Telemetry, resource: Resource, endpoint: str | None) -> None:
-    if _already_set("traces", telemetry, trace, "_TRACER_PROVIDER", endpoint):
-        return
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    assert endpoint is not None
-    # Nothing at exit: the SDK would wait for a dead collector for long. `Telemetry.close` does not.
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(_exporter("trace", "OTLPSpanExporter", endpoint)))
-    trace.set_tracer_provider(provider)
-    sampler = os.environ.get("OTEL_TRACES_SAMPLER", "parentbased_always_on")  # which the SDK reads, too
-    told = f"traces: to {endpoint}, sampled {sampler}"
-    _note(telemetry, provider, trace, "_TRACER_PROVIDER", told)
+def _hide(telemetry: Telemetry, secrets: list[str]) -> None:
+    hidden = SecretFilter(secrets)
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(hidden)
+        telemetry._undo_last.append(functools.partial(logging.getLogger(name).removeFilter, hidden))
 
 
-def _set_up_metrics(telemetry: Telemetry, resource: Resource, endpoint: str | None) -> None:
-    if _already_set("metrics", telemetry, metrics_globals, "_METER_PROVIDER", endpoint):
-        return
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-
-    assert endpoint is not None
-    reader = PeriodicExportingMetricReader(_exporter("metric", "OTLPMetricExporter", endpoint))
-    provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
-    metrics.set_meter_provider(provider)
-    interval_ms = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "60000"))  # which the SDK reads, too
-    told = f"metrics: to {endpoint}, every {interval_ms / 1000:g} s"
-    _note(telemetry, provider, metrics_globals, "_METER_PROVIDER", told)
+def _make_global(telemetry: Telemetry, providers: dict[Signal, Any]) -> None:
+    setters: dict[Signal, Callable[[Any], None]] = {
+        "traces": trace.set_tracer_provider,
+        "metrics": metrics.set_meter_provider,
+        "logs": _logs.set_logger_provider,
+    }
+    for signal, provider in providers.items():
+        # Before the setter, which may fail after it has set the provider.
+        telemetry._undo.append(functools.partial(_unset, *_GLOBALS[signal], provider))
+        setters[signal](provider)
 
 
-def _set_up_logs(telemetry: Telemetry, resource: Resource, endpoint: str | None) -> Any:
-    if _already_set("logs", telemetry, logs_globals, "_LOGGER_PROVIDER", endpoint):
-        return None
-    from opentelemetry.sdk._logs import LoggerProvider
-    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
-
-    assert endpoint is not None
-    provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_log_record_processor(BatchLogRecordProcessor(_exporter("_log", "OTLPLogExporter", endpoint)))
-    _logs.set_logger_provider(provider)
-    _note(telemetry, provider, logs_globals, "_LOGGER_PROVIDER", f"logs: to {endpoint}")
-    return provider
-
-
-def _already_set(signal: str, telemetry: Telemetry, module: Any, name: str, endpoint: str | None) -> bool:
-    """Tell whether there is nothing to do for a signal, and note why."""
-    if endpoint is None:
-        telemetry.did.append(f"{signal}: nowhere, there is no endpoint")
-        return True
-    if getattr(module, name, None) is not None:
-        telemetry.did.append(f"{signal}: left to the provider that the application has set")
-        return True
-    return False
-
-
-def _note(telemetry: Telemetry, provider: Any, module: Any, name: str, told: str) -> None:
-    telemetry.did.append(told)
-    telemetry._providers.append(provider)
-    telemetry._undo.append(functools.partial(_unset, module, name, provider))
+_GLOBALS: dict[Signal, tuple[Any, str]] = {
+    "traces": (trace, "_TRACER_PROVIDER"),
+    "metrics": (metrics_globals, "_METER_PROVIDER"),
+    "logs": (logs_globals, "_LOGGER_PROVIDER"),
+}
 
 
 def _unset(module: Any, name: str, provider: Any) -> None:
@@ -230,80 +237,41 @@ def _unset(module: Any, name: str, provider: Any) -> None:
         setattr(module, f"{name}_SET_ONCE", Once())
 
 
-def _all_within(deadline: float, calls: list[Callable[[], object]]) -> bool:
-    """Make calls that may block for long, side by side; tell whether all were over in time."""
-    threads = [threading.Thread(target=call, name="asel telemetry: closing", daemon=True) for call in calls]
+def _all_within(deadline: float, calls: Sequence[Callable[[], object]]) -> bool:
+    """Make calls that may block, each in a thread; return whether all ended in time and none returned False."""
+    results: list[object] = []
+
+    def run(call: Callable[[], object]) -> None:
+        results.append(call())
+
+    threads = [threading.Thread(target=run, args=[call], name="asel telemetry: closing", daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
+    return len(results) == len(calls) and False not in results
 
 
 # ---------------------------------------------------------------------------------------------
 # structlog.
 
 
-def _set_up_structlog(telemetry: Telemetry, log_provider: Any, console: bool, file: Path | None) -> None:
+def _make_outputs(telemetry: Telemetry, log_provider: Any, console: bool, file: Path | None) -> list[Output]:
+    """Return the outputs of structlog's entries; empty if structlog is left as it is."""
     if structlog.is_configured():
         telemetry.did.append("structlog: left as the application has configured it")
-        return
-    outputs: list[Callable[[dict[str, Any]], object]] = []
+        return []
+    outputs: list[Output] = []
     if log_provider is not None:
-        outputs.append(functools.partial(_send, log_provider.get_logger("asel")))
+        outputs.append(sent(log_provider.get_logger("asel", VERSION)))
     if console:
         telemetry.did.append("structlog: to the console, from info on")
-        outputs.append(functools.partial(_print, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()), None))
+        outputs.append(printed())
     if file is not None:
-        telemetry.did.append(f"structlog: as JSON to {file}, from info on")
         stream = file.open("a", encoding="utf-8", buffering=1)
         telemetry._undo.append(stream.close)
-        outputs.append(functools.partial(_print, structlog.processors.JSONRenderer(default=str), stream))
+        telemetry.did.append(f"structlog: as JSON to {redact(file)}, from info on")
+        outputs.append(printed(stream))
     if not outputs:
         telemetry.did.append("structlog: not configured, neither console nor file was asked for")
-        return
-
-    def hand_out(logger: Any, level: str, entry: Any) -> Any:
-        for output in outputs:
-            output(dict(entry))
-        raise structlog.DropEvent
-
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            hand_out,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-    )
-    telemetry._undo.append(structlog.reset_defaults)
-
-
-def _print(render: Callable[..., Any], stream: IO[str] | None, entry: dict[str, Any]) -> None:
-    print(render(None, entry["level"], entry), file=stream or sys.stderr)
-
-
-def _send(logger: _logs.Logger, entry: dict[str, Any]) -> None:
-    """Hand an entry to OpenTelemetry, with the span that is current."""
-    level, name = entry.pop("level"), entry.pop("event")
-    for redundant in ("timestamp", "trace_id", "span_id"):  # the record has its own
-        entry.pop(redundant, None)
-    logger.emit(
-        _logs.LogRecord(
-            timestamp=time.time_ns(),
-            severity_text=level.upper(),
-            severity_number=_logs.SeverityNumber(_SEVERITIES.get(level, 9)),
-            body=name,
-            attributes={key: _plain(value) for key, value in entry.items()},
-            context=context.get_current(),
-        )
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return [f"{key}: {said}" for key, said in value.items()]
-    return str(value)
+    return outputs

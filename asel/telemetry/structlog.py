@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -12,11 +14,23 @@ from structlog import is_configured
 
 from asel.events import Answer, CandidateFailed, CandidateMeasured, Event
 
-__all__ = ["StructlogSink"]
+__all__ = ["Entry", "StructlogSink", "current_entry"]
 
 # Times on the loop's clock mean nothing to a reader; `duration_s` does.
 _NOT_SHOWN = frozenset({"start", "end"})
 _LOOK_EVERY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What structlog's processors cannot see in one of asel's entries: its event's time, and which keys are asel's."""
+
+    time_ns: int
+    names: frozenset[str]
+
+
+current_entry: ContextVar[Entry | None] = ContextVar("asel_log_entry", default=None)
+"""Set while structlog processes one of asel's entries, which is later than the event."""
 
 
 class StructlogSink:
@@ -60,17 +74,33 @@ class StructlogSink:
         return True
 
     def emit(self, event: Event) -> None:
-        self.emit_at(event, time.time_ns())
+        """Log an event that ended just now."""
+        self.emit_at(event, time.time_ns() - round(event.end * 1e9))
 
     def emit_at(self, event: Event, epoch_ns: int) -> None:
-        """Log the event."""
+        """Log the event, with the time at which it ended."""
         facts = _facts(event)
+        time_ns = epoch_ns + round(event.end * 1e9)
         if self._goes_to_stdlib():
-            level = _LEVELS[event.severity]
-            if self._stdlib.isEnabledFor(level):
-                self._stdlib.log(level, "asel.%s %s", event.name, facts, extra={"asel": facts})
+            self._log(_LEVELS[event.severity], event.name, facts, time_ns)
             return
-        getattr(self._logger(), event.severity)(f"asel.{event.name}", **facts)
+        token = current_entry.set(Entry(time_ns, frozenset(facts)))
+        try:
+            getattr(self._logger(), event.severity)(f"asel.{event.name}", **facts)
+        finally:
+            current_entry.reset(token)
+
+    def _log(self, level: int, name: str, facts: dict[str, Any], time_ns: int) -> None:
+        if not self._stdlib.isEnabledFor(level):
+            return
+        record = self._stdlib.makeRecord(
+            "asel", level, __file__, 0, "asel.%s %s", (name, facts), None, extra={"asel": facts}
+        )
+        late_s = record.created - time_ns / 1e9
+        record.created -= late_s
+        record.msecs = time_ns // 1_000_000 % 1000
+        record.relativeCreated -= late_s * 1000
+        self._stdlib.handle(record)
 
     def _goes_to_stdlib(self) -> bool:
         return self._given is None and not is_configured()

@@ -298,12 +298,15 @@ def surroundings() -> list[timeseries.Panel]:
             logarithmic=True,
         ),
         panel(
-            "Telemetry and what was shed",
-            "Events in 5 minutes, and those shed, by reason. Tunes and errors are never shed.",
+            "Telemetry and what was dropped",
+            "Events in 5 minutes, and what was dropped: events that were never recorded, spans (traces) and log records"
+            " (logs) that were never sent. Hits are dropped first, tunes and errors last.",
             "short",
             {
                 "events": f"sum ({grown(f'asel_telemetry_events_total{{{SERVICE}}}', '5m')})",
-                "shed: {{reason}}": f"sum by (reason) (asel:telemetry_dropped:increase5m{{{SERVICE}}})",
+                "dropped {{asel_signal}}: {{asel_reason}}": (
+                    f"sum by (asel_signal, asel_reason) (asel:telemetry_dropped:increase5m{{{SERVICE}}})"
+                ),
             },
         ),
     ]

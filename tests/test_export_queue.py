@@ -1,0 +1,349 @@
+"""Behind a slow collector: what is kept, what is dropped, and that the numbers add up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+import warnings
+
+import anyio
+import pytest
+import structlog
+from kernels import COSTS, Toy, call, scripted
+from opentelemetry import trace
+from opentelemetry.sdk.trace import SpanProcessor
+from opentelemetry.trace import Status, StatusCode
+from otlp_receiver import attributes, receiving
+from test_otlp import _nothing_is_set_up  # noqa: F401 - a fixture
+
+from asel import ConfigCache, ConfigSelectorChain
+from asel.telemetry import configure, shared_pipeline
+from asel.telemetry.environment import Limits
+from asel.telemetry.export_queue import ExportQueue, Rank, dropped_exports
+from asel.testing import run_in_virtual_time
+
+TUNES, HITS = 50, 4000
+
+
+class Counted(SpanProcessor):
+    """How many spans were made, by name."""
+
+    def __init__(self):
+        self.names = []
+
+    def on_end(self, span):
+        self.names.append(span.name)
+
+
+def dropped(signal, *reasons):
+    return sum(number for (of, reason), number in dropped_exports().items() if of == signal and reason in reasons)
+
+
+def dropped_in(receiver, signal):
+    """Return what the last `asel.telemetry.dropped` that arrived says."""
+    metric = [metric for metric in receiver.metrics if metric.name == "asel.telemetry.dropped"][-1]
+    points = {tuple(sorted(attributes(point).items())): point.as_int for point in metric.sum.data_points}
+    return sum(number for labels, number in points.items() if ("asel.signal", signal) in labels)
+
+
+@pytest.fixture(autouse=True)
+def _exporters_are_patient(monkeypatch):
+    """A gate stays closed for as long as this machine takes: no request times out meanwhile."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
+
+
+async def tunes_among_hits(hits=HITS):
+    tracer = trace.get_tracer("test")
+    tuner, _ = scripted(COSTS)
+    async with ConfigSelectorChain(ConfigCache(), tuner=tuner) as chain:
+        for number in range(TUNES):
+            with tracer.start_as_current_span("a cold request"):
+                await chain.choose(call(8 + 8 * number), Toy())
+            # A real tune takes longer than its spans take to be made; one in virtual time does not.
+            assert await anyio.to_thread.run_sync(shared_pipeline().flush)
+            for _ in range(hits // TUNES):
+                with tracer.start_as_current_span("a warm request"):
+                    await chain.choose(call(8), Toy())
+
+
+@pytest.mark.timeout(60)
+def test_a_slow_collector_gets_every_tune_and_what_is_missing_is_counted(caplog):
+    """50 tunes among 4,000 hits while no request is answered: hits are dropped, and counted; nothing else is."""
+    before, in_all = dropped("traces", "queue_full"), dropped("traces", "queue_full", "export_failed", "closed")
+    with receiving() as receiver:
+        receiver.gate.clear()
+        telemetry = configure("service", receiver.endpoint, close_timeout_s=30)
+        counted = Counted()
+        trace.get_tracer_provider().add_span_processor(counted)
+        run_in_virtual_time(tunes_among_hits)
+        receiver.gate.set()
+        assert telemetry.close() is True
+        names = [span.name for span in receiver.spans]
+        assert names.count("asel.autotune") == counted.names.count("asel.autotune") == TUNES
+        for kept in ("asel.candidate", "asel.candidate.compile", "asel.candidate.measure", "a cold request"):
+            assert names.count(kept) == counted.names.count(kept)
+        missing = len(counted.names) - len(names)
+        assert missing > 500
+        assert dropped("traces", "queue_full") - before == missing
+        assert dropped_in(receiver, "traces") == missing + in_all
+    told = [record.getMessage() for record in caplog.records if record.name == "asel"]
+    assert [message.split("; dropping")[0] for message in told] == [
+        "the collector is not keeping up with spans",
+        f"the queue of spans is empty again; {missing} were dropped",
+    ]
+
+
+@pytest.mark.timeout(60)
+def test_log_records_are_dropped_from_the_least_on(monkeypatch):
+    """Warnings and what asel tells of tunes are kept; an application's information is not, and is counted."""
+    monkeypatch.setenv("OTEL_BLRP_MAX_QUEUE_SIZE", "16")
+    before = dropped("logs", "queue_full")
+    with receiving() as receiver:
+        receiver.gate.clear()
+        telemetry = configure("service", receiver.endpoint, close_timeout_s=30)
+        run_in_virtual_time(tunes_among_hits, 0)
+        log = structlog.get_logger()
+        log.warning("something is wrong")
+        for number in range(200):
+            log.info("a request", number=number)
+        receiver.gate.set()
+        assert telemetry.close() is True
+        bodies = [record.body.string_value for record in receiver.logs]
+        events = [record.event_name for record in receiver.logs]
+        assert bodies.count("something is wrong") == 1
+        assert (events.count("asel.autotune_start"), events.count("asel.autotune_finish")) == (TUNES, TUNES)
+        missing = 200 - bodies.count("a request")
+        assert missing >= 200 - 16 - 32
+        assert dropped("logs", "queue_full") - before == missing
+
+
+@pytest.mark.timeout(60)
+def test_closing_keeps_its_deadline_and_says_what_was_not_sent(caplog):
+    """A collector that never answers costs the deadline; every span and record is in the count and the warning."""
+    before = {signal: dropped(signal, "closed") for signal in ("traces", "logs")}
+    with receiving() as receiver:
+        receiver.gate.clear()
+        telemetry = configure("service", receiver.endpoint, close_timeout_s=0.3)
+        counted = Counted()
+        trace.get_tracer_provider().add_span_processor(counted)
+        run_in_virtual_time(one_tune)
+        assert shared_pipeline().flush(10)
+        start = time.perf_counter()
+        assert telemetry.close() is False
+        assert time.perf_counter() - start < 5
+        unsent = {signal: dropped(signal, "closed") - before[signal] for signal in before}
+        assert unsent == {"traces": len(counted.names), "logs": 3}
+        told = [record.getMessage() for record in caplog.records if "unsent" in record.getMessage()]
+        assert told == [
+            f"telemetry was closed with {unsent['traces']} spans unsent",
+            "telemetry was closed with 3 log records unsent",
+        ]
+
+
+async def one_tune():
+    tuner, _ = scripted(COSTS)
+    async with ConfigSelectorChain(ConfigCache(), tuner=tuner) as chain:
+        await chain.choose(call(), Toy())
+
+
+class Wire:
+    """What a queue sends to: batches wait for `gate`, and the first `failing` of them do not arrive."""
+
+    def __init__(self, failing=0):
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.failing, self.arrived, self.attempts = failing, [], 0
+
+    def send(self, batch):
+        self.attempts += 1
+        self.entered.set()
+        assert self.gate.wait(20)
+        if self.attempts <= self.failing:
+            return False
+        self.arrived += batch
+        return True
+
+
+def held_up(wire, **limits):
+    """Return a queue whose thread has a batch of one in hand, so that everything else stays queued."""
+    queue = ExportQueue("traces", wire.send, Limits(**{"queue_size": 10, "batch_size": 1, "delay_s": 1000, **limits}))
+    queue.put("first", Rank.VITAL)
+    assert wire.entered.wait(10)
+    return queue
+
+
+def test_each_rank_has_its_own_bound_and_drops_its_own_oldest():
+    """However many hits come, they displace hits only."""
+    wire = Wire()
+    queue = held_up(wire)
+    before = dropped("traces", "queue_full")
+    for number in range(30):
+        for rank in Rank:
+            queue.put((rank, number), rank)
+    assert dropped("traces", "queue_full") - before == 20 + 10 + 0 + 0
+    wire.gate.set()
+    assert queue.close(10) is True
+    assert wire.arrived == [
+        "first",
+        *((Rank.VITAL, number) for number in range(30)),
+        *((Rank.COMPANION, number) for number in range(30)),
+        *((Rank.ORDINARY, number) for number in range(10, 30)),
+        *((Rank.HIT, number) for number in range(20, 30)),
+    ]
+
+
+def test_memory_is_bounded_whatever_comes():
+    """A collector that is away for good costs 23 times the queue's size, and no more."""
+    wire = Wire()
+    queue = held_up(wire)
+    for number in range(5000):
+        for rank in Rank:
+            queue.put(number, rank, trace=number if rank > Rank.ORDINARY else 0)
+    assert len(queue) == (1 + 2 + 4 + 16) * 10
+    assert len(queue._traces) == 4096
+    wire.gate.set()
+    queue.abandon()
+
+
+def test_a_trace_with_a_tune_is_kept_whole():
+    """Its hits and its request outlast others', whether they came before the tune's span or after it."""
+    wire = Wire()
+    queue = held_up(wire)
+    queue.put("its hit, before", Rank.HIT, trace=7)
+    queue.put("its request", Rank.ORDINARY, trace=7)
+    queue.put("its tune", Rank.VITAL, trace=7)
+    for number in range(30):
+        queue.put(number, Rank.HIT, trace=100 + number)
+    queue.put("its hit, after", Rank.HIT, trace=7)
+    for number in range(30, 60):
+        queue.put(number, Rank.HIT, trace=100 + number)
+        queue.put(-number, Rank.ORDINARY, trace=100 + number)
+    wire.gate.set()
+    assert queue.close(10) is True
+    kept = ["its tune", "its hit, before", "its hit, after", "its request"]
+    assert wire.arrived == ["first", *kept, *range(-40, -60, -1), *range(50, 60)]
+
+
+def test_what_is_vital_is_sent_again_and_the_rest_is_counted_as_failed():
+    """A collector that was away for a moment gets the tunes; the hits of that moment are lost, and counted."""
+    wire = Wire(failing=2)
+    queue = held_up(wire, batch_size=20, delay_s=0.01)
+    before = dropped("traces", "export_failed")
+    for number in range(5):
+        queue.put(f"tune {number}", Rank.VITAL)
+        queue.put(f"hit {number}", Rank.HIT)
+    wire.gate.set()
+    assert queue.close(10) is False  # hits were lost
+    assert wire.arrived == ["first", *(f"tune {number}" for number in range(5))]
+    assert dropped("traces", "export_failed") - before == 5
+
+
+def test_a_batch_that_is_refused_for_good_does_not_stay_for_ever():
+    """After five attempts it is dropped, and counted."""
+    wire = Wire(failing=1000)
+    wire.gate.set()
+    before = dropped("traces", "export_failed")
+    queue = ExportQueue("traces", wire.send, Limits(queue_size=10, batch_size=5, delay_s=0.001))
+    for number in range(5):
+        queue.put(number, Rank.VITAL)
+    assert queue.close(10) is False
+    assert wire.attempts == 5
+    assert dropped("traces", "export_failed") - before == 5
+
+
+def test_an_exporter_that_raises_is_told_of_without_its_secrets_and_does_not_end_the_thread(caplog):
+    """The next batch is sent by the same thread."""
+    arrived = []
+
+    def send(batch):
+        if batch == ["hit"]:
+            raise OSError("cannot reach http://me:hunter2@host/v1/traces?token=hunter2")
+        arrived.extend(batch)
+        return True
+
+    queue = ExportQueue("traces", send, Limits(queue_size=10, batch_size=1, delay_s=0.001))
+    queue.put("hit", Rank.HIT)
+    assert queue.flush(10) is False
+    thread = queue._thread
+    queue.put("another", Rank.HIT)
+    assert queue.flush(10) is True
+    assert arrived == ["another"]
+    assert queue._thread is thread
+    assert "sending spans failed: OSError: cannot reach http://***@host/v1/traces?token=***" in caplog.text
+    assert "hunter2" not in caplog.text
+    assert queue.close(10)
+
+
+def test_what_comes_after_closing_is_counted_and_starts_nothing():
+    """A tracer that outlives its provider does no harm."""
+    wire = Wire()
+    queue = ExportQueue("traces", wire.send, Limits(queue_size=10, batch_size=1, delay_s=1000))
+    before = dropped("traces", "closed")
+    assert queue.close(1) is True
+    queue.put("late", Rank.VITAL)
+    assert dropped("traces", "closed") - before == 1
+    assert queue._thread is None
+    assert wire.attempts == 0
+
+
+def test_spans_are_ranked_by_what_they_tell():
+    """Hits first, then what an application does, then tunes and whatever failed."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from asel.telemetry.processors import rank_of_span
+
+    tracer = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).get_tracer("test")
+
+    def rank(name, error=False, **facts):
+        span = tracer.start_span(name, attributes={f"asel.{key}": value for key, value in facts.items()})
+        if error:
+            span.set_status(Status(StatusCode.ERROR))
+        return rank_of_span(span)
+
+    assert {rank("asel.choose", tier=tier) for tier in ("memory", "override", "overlay")} == {Rank.HIT}
+    assert rank("asel.choose", tier="heuristics") == rank("GET /generate") == Rank.ORDINARY
+    waiter = {"asel.tune.id": "1", "asel.tier": "autotune"}
+    assert rank_of_span(tracer.start_span("asel.choose", attributes=waiter)) == Rank.VITAL
+    vital = ("asel.autotune", "asel.candidate", "asel.candidate.compile", "asel.store.get", "asel.withdraw")
+    assert {rank(name) for name in vital} == {Rank.VITAL}
+    assert rank("GET /generate", error=True) == rank("asel.choose", error=True, tier="memory") == Rank.VITAL
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_child_has_an_empty_queue_and_a_thread_of_its_own():
+    """What the parent queued, the parent sends."""
+    wire = Wire()
+    queue = held_up(wire)
+    queue.put("the parent's", Rank.VITAL)
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    def child():
+        arrived = []
+        queue._send = lambda batch: arrived.extend(batch) or True
+        queue.put("the child's", Rank.VITAL)
+        send.send((queue.close(10), arrived, dropped("traces", "closed", "queue_full", "export_failed")))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other tests' threads are no business of this child's
+        process = context.Process(target=child)
+        process.start()
+    assert receive.poll(30)
+    assert receive.recv() == (True, ["the child's"], 0)
+    process.join(10)
+    wire.gate.set()
+    assert queue.close(10) is True
+    assert wire.arrived == ["first", "the parent's"]
+
+
+def test_no_thread_is_left_when_a_queue_is_closed():
+    """And none is started before there is something to send."""
+    before = set(threading.enumerate())
+    wire = Wire()
+    wire.gate.set()
+    queue = ExportQueue("logs", wire.send, Limits(queue_size=10, batch_size=1, delay_s=1000))
+    assert set(threading.enumerate()) == before
+    queue.put("one", Rank.HIT)
+    assert queue.close(10) is True
+    assert set(threading.enumerate()) == before

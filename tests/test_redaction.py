@@ -1,0 +1,480 @@
+"""No secret in any text: one function removes them, and everything that is shown goes through it."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import copy
+import logging
+import pickle
+import socket
+import traceback
+import warnings
+from pathlib import Path
+
+import anyio
+import pytest
+from kernels import BEST, COSTS, Blocks, Toy, call, scripted
+from otlp_receiver import receiving
+from redis_server import RedisServer
+from test_otlp import _nothing_is_set_up, one_tune_and_hits  # noqa: F401 - a fixture
+from typer.testing import CliRunner
+
+import asel
+import asel.demo.story
+from asel import AselError, ConfigCache, ConfigSelectorChain, InvalidRequestError, PersistentCache, StoreError
+from asel.cli import app
+from asel.redaction import SecretFilter, redact
+from asel.stores import DirectoryStore, open_store
+from asel.telemetry import configure
+from asel.testing import CapturedTelemetry, RecordingSink, run_in_virtual_time
+
+SECRET = "hunter2"
+ENCODED = base64.b64encode(f"me:{SECRET}".encode()).decode()
+ROOT = Path(asel.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:hunter2@host:4318/x", "http://***@host:4318/x"),
+        ("redis://:hunter2@host", "redis://***@host"),
+        ("redis://hunter2@host", "redis://***@host"),
+        ("rediss://me:hun/ter?2#hunter2@host/0", "rediss://***@host/0"),
+        ("redis://me:hunter2@other@host", "redis://***@host"),
+        ("redis:/me:hunter2@host", "redis:/***@host"),
+        ("HTTPS://me:hunter2@host?TOKEN=hunter2", "HTTPS://***@host?TOKEN=***"),
+        ("http://host/?api_key=hunter2&n=1&access-token=hunter2#x", "http://host/?api_key=***&n=1&access-token=***#x"),
+        ("exceeded with url: /v1/traces?sig=hunter2 (Caused by", "exceeded with url: /v1/traces?sig=*** (Caused by"),
+        ("two: http://a:hunter2@b and redis://c:hunter2@d.", "two: http://***@b and redis://***@d."),
+        ("'http://me:hunter2@host'", "'http://***@host'"),
+        ("matmul@v1 on http://host/path?n=1", "matmul@v1 on http://host/path?n=1"),
+        ("C:/Users/me@home, /home/me@home, a:b@c", "C:/Users/me@home, /home/me@home, a:b@c"),
+        ("", ""),
+    ],
+)
+def test_what_is_shown_of_a_url(text, shown):
+    """Not the user, the password, nor what a parameter that sounds like a credential says; all else as it is."""
+    assert redact(text) == shown
+    assert redact(shown) == shown
+
+
+def test_errors_have_no_secret_whoever_words_them():
+    """Every error of asel's goes through it; copies and pickles are what they were."""
+    error = StoreError("no answer from redis://me:hunter2@host", location="redis://me:hunter2@host")
+    for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (str(each), each.location) == ("no answer from redis://***@host", "redis://***@host")
+    assert SECRET not in repr(InvalidRequestError("http://me:hunter2@host")) + repr(AselError("http://x:hunter2@host"))
+
+
+# ---------------------------------------------------------------------------------------------
+# Every message of every module.
+
+# What may hold a URL, or an error that words one; by the last part of a dotted name.
+SUSPECTS = {"url", "uri", "endpoint", "location", "otlp", "dsn", "netloc", "user_info", "password", "headers"}
+SUSPECTS |= {"error", "exc", "exception", "fault", "where"}
+SHOWN_BY = {"debug", "info", "warning", "error", "exception", "critical", "log", "warn", "print", "echo"}
+ERRORS = {
+    name for name in dir(asel) if isinstance(getattr(asel, name), type) and issubclass(getattr(asel, name), AselError)
+}
+
+ALLOWED = {
+    # A store's own: `Target.location` has neither user nor password, a file's is its path.
+    ("stores.redis", "self.location"),
+    ("stores.links", "self.location"),
+    ("stores.files", "location"),
+    ("stores.document", "str(error)"),  # all of these become a `Rejected`, whose reason is redacted where it is told
+    ("stores.document_format", "where"),
+    ("stores.document_format", "str(error)"),
+    ("stores.document_format", "error or 'nested too deeply'"),
+    ("stores.directory", "str(error)"),
+    ("moving", "where"),  # the path of a file
+    ("stores.redis", "str(error)"),
+    ("stores.records", "error"),
+    ("stores.records", "error or 'nested too deeply'"),
+    ("stores.records", "where"),
+    ("tuning", "str(error)"),  # a TuningError by then, or TunedElsewhere
+    ("cli", "str(error)"),  # an InvalidRequestError
+    ("telemetry.environment", "unquote(password)"),  # the header it is sent in
+}
+
+
+def leaks(tree: ast.AST, module: str) -> list[str]:
+    """Return the expressions that reach a text as they are, though they may hold a secret."""
+    found = []
+
+    def visit(node: ast.AST, is_safe: bool) -> None:
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name == "redact" or name in ERRORS:
+                is_safe = True
+            elif name in ("str", "repr", "format") and not is_safe:
+                for argument in node.args:
+                    judge(argument, ast.unparse(node))
+            elif name in SHOWN_BY and not is_safe:
+                for argument in node.args:
+                    judge(argument, ast.unparse(argument))
+        elif isinstance(node, ast.FormattedValue) and not is_safe:
+            judge(node.value, ast.unparse(node.value))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and isinstance(node.left, ast.Constant):
+            if isinstance(node.left.value, str) and not is_safe:
+                judge(node.right, ast.unparse(node.right))
+        elif isinstance(node, ast.Attribute) and node.attr == "__name__":
+            return  # the name of an error's type
+        for child in ast.iter_child_nodes(node):
+            visit(child, is_safe)
+
+    def judge(value: ast.expr, shown: str) -> None:
+        if isinstance(value, ast.JoinedStr) or (module, shown) in ALLOWED:
+            return
+        for part in mentioned(value):
+            if part.lower() in SUSPECTS:
+                found.append(f"{module}:{value.lineno}: {shown}")
+                return
+
+    visit(tree, False)
+    return sorted(set(found))
+
+
+def mentioned(value: ast.AST):
+    """Give the names whose values are part of an expression's, those inside of `redact` or `type` aside."""
+    if isinstance(value, ast.Call):
+        name = ast.unparse(value.func)
+        if name in ("redact", "type", "len", "text_of"):
+            return
+        if isinstance(value.func, ast.Attribute):
+            yield from mentioned(value.func.value)
+        for argument in value.args:
+            yield from mentioned(argument)
+    elif isinstance(value, ast.Attribute):
+        if value.attr in SUSPECTS:
+            yield value.attr
+        elif value.attr in ("name", "__name__"):
+            return
+        yield from (part for part in mentioned(value.value) if value.attr in ("args", "message", "reason"))
+    elif isinstance(value, ast.Name):
+        yield value.id
+    elif not isinstance(value, ast.JoinedStr):
+        for child in ast.iter_child_nodes(value):
+            yield from mentioned(child)
+
+
+def sources() -> dict[str, str]:
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py")}
+    return {
+        name.removesuffix(".__init__").replace("__init__", "asel"): path.read_text() for path, name in names.items()
+    }
+
+
+@pytest.mark.parametrize("module", sorted(sources()))
+def test_no_message_shows_what_may_hold_a_secret(module):
+    """In no f-string, log call, warning or print is there a URL, or another's error, that was not redacted."""
+    assert leaks(ast.parse(sources()[module]), module) == []
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        'raise RuntimeError(f"cannot reach {self.url}")',
+        'raise RuntimeError("cannot reach " + str(endpoint))',
+        'raise RuntimeError("cannot reach %s" % url)',
+        'raise RuntimeError("cannot reach {}".format(url))',
+        'logger.warning("cannot reach %s", store.location)',
+        'logger.debug("it failed: %s", error)',
+        'warnings.warn(f"{otlp} is slow")',
+        "print(endpoint)",
+        "def __repr__(self): return f'Store({self.location!r})'",
+        "def __str__(self): return f'to {self.endpoint.rstrip()}'",
+        'event(message=f"{type(error).__name__}: {error}")',
+    ],
+)
+def test_a_leak_is_found(leak):
+    """The test above can fail."""
+    assert leaks(ast.parse(leak), "planted") != []
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        'raise RuntimeError(f"cannot reach {redact(self.url)}")',
+        'raise StoreError(f"cannot reach {self.url}")',  # which redacts its message
+        'logger.warning("cannot reach %s", redact(store.location))',
+        'raise RuntimeError(f"{type(error).__name__}")',
+    ],
+)
+def test_what_is_redacted_is_no_leak(fine):
+    """Nor is the name of a type."""
+    assert leaks(ast.parse(fine), "planted") == []
+
+
+# ---------------------------------------------------------------------------------------------
+# A secret in every place that a URL can be given.
+
+
+@pytest.fixture(autouse=True)
+def _nothing_shows_it(caplog, capfd):
+    """Neither the log of any library, at any level, nor a warning, nor what is printed."""
+    caplog.set_level(logging.DEBUG)
+    with warnings.catch_warnings(record=True) as warned:
+        yield
+    out, err = capfd.readouterr()
+    logged = "\n".join(logging.Formatter().format(record) for record in caplog.get_records("call"))
+    for shown in (out, err, logged, *(str(warning.message) for warning in warned)):
+        assert SECRET not in shown
+        assert ENCODED not in shown
+
+
+def refusal(work, *arguments, **options) -> str:
+    """Return what a call is refused with, having looked for the secret in all that a traceback shows."""
+    with pytest.raises(InvalidRequestError) as caught:
+        work(*arguments, **options)
+    lines = traceback.TracebackException.from_exception(caught.value).format(chain=True)
+    shown = "".join(line for line in lines if "tests/test_redaction" not in line)
+    shown += repr(caught.value) + repr(caught.value.__context__) + repr(caught.value.__cause__)
+    assert SECRET not in shown
+    return str(caught.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("by", ["argument", "OTEL_EXPORTER_OTLP_ENDPOINT", "each signal's own"])
+def test_a_collectors_password_is_sent_and_not_shown(monkeypatch, by):
+    """It goes into a header; `print(telemetry)` has neither it nor a token in the query."""
+    with receiving() as receiver:
+        url = f"{receiver.endpoint.replace('//', f'//me:{SECRET}@')}?token={SECRET}"
+        if by == "OTEL_EXPORTER_OTLP_ENDPOINT":
+            monkeypatch.setenv(by, url)
+        elif by == "each signal's own":
+            for signal in ("traces", "metrics", "logs"):
+                monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", url.replace("?", f"/v1/{signal}?"))
+        with configure("service", url if by == "argument" else None) as telemetry:
+            assert f"traces: to {receiver.endpoint}/v1/traces?token=***, sampled" in str(telemetry)
+            assert SECRET not in repr(telemetry) + str(telemetry) + repr(telemetry.did) + str(vars(telemetry))
+            run_in_virtual_time(one_tune_and_hits, 3)
+            assert telemetry.close() is True
+        assert receiver.spans
+        assert {headers["authorization"] for headers in receiver.headers} == {f"Basic {ENCODED}"}
+        assert {path.partition("?")[2] for path in receiver.paths} == {f"token={SECRET}"}
+
+
+@pytest.mark.timeout(60)
+def test_a_header_is_sent_and_not_shown(monkeypatch):
+    """Credentials come that way, too."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"authorization=Bearer {SECRET},x-tenant=a")
+    with receiving() as receiver:
+        with configure("service", receiver.endpoint) as telemetry:
+            assert SECRET not in str(telemetry)
+            run_in_virtual_time(one_tune_and_hits, 3)
+            assert telemetry.close() is True
+        assert {headers["authorization"] for headers in receiver.headers} == {f"Bearer {SECRET}"}
+
+
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_LOGS_HEADERS"])
+@pytest.mark.parametrize("headers", [SECRET, f"Authorization: Bearer {SECRET}", f"a=b,{SECRET}", f'a="{SECRET}"'])
+def test_headers_that_are_not_headers_are_refused_without_them(monkeypatch, name, headers):
+    """The exporter would leave them out, and write them into its log."""
+    monkeypatch.setenv(name, headers)
+    assert refusal(configure, "service", "http://127.0.0.1:1") == (
+        f"configure: {name} must be a list of name=value, separated by commas"
+    )
+
+
+MISSPELT = [
+    f"me:{SECRET}@host:4318",
+    f"htp://me:{SECRET}@host",
+    f"http:/me:{SECRET}@host",
+    f"http://me:{SECRET}@",
+    f"http://me:{SECRET}",
+    f"http://me:1#{SECRET}@host",
+    f"http://me:1/{SECRET}@host",
+    f"http://me:1?{SECRET}@host",
+    f"http://me:{SECRET}@host:port",
+    f"http://me:{SECRET}@[host",
+    f"http://{SECRET}[@host",
+]
+
+
+@pytest.mark.parametrize("url", MISSPELT)
+def test_a_misspelt_endpoint_is_refused_without_it(monkeypatch, url):
+    """The password may be in any part of it."""
+    refusal(configure, "service", url)
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, url)
+            refusal(configure, "service")
+
+
+@pytest.mark.parametrize("name", ["OTEL_METRIC_EXPORT_INTERVAL", "OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_PROTOCOL"])
+def test_a_url_in_the_wrong_variable_is_not_repeated(monkeypatch, name):
+    """It happens."""
+    monkeypatch.setenv(name, f"http://me:{SECRET}@host")
+    assert "http://***@host" in refusal(configure, "service", "http://127.0.0.1:1")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("collector", ["nobody", "bad request", "unavailable", "black hole"])
+def test_what_an_exporter_logs_has_no_secret(monkeypatch, caplog, collector):
+    """Its errors repeat the URL with its query; urllib3 does at debug level."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.3")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-key={SECRET}")
+    with receiving() as receiver, socket.socket() as hole:
+        hole.bind(("127.0.0.1", 0))
+        hole.listen()
+        receiver.status = {"bad request": 400, "unavailable": 503}.get(collector, 200)
+        port = {"nobody": 1, "black hole": hole.getsockname()[1]}.get(collector, receiver.endpoint.rpartition(":")[2])
+        telemetry = configure("service", f"http://me:{SECRET}@127.0.0.1:{port}/?n={SECRET}", close_timeout_s=10)
+        run_in_virtual_time(one_tune_and_hits, 3)
+        assert telemetry.close() is False
+    logged = [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")]
+    assert any("Failed to export" in message for message in logged)
+
+
+def test_a_filter_cleans_messages_and_tracebacks():
+    """Longest first, so that no piece of a secret is left behind."""
+    hidden = SecretFilter(["hunter2", "hunter2-and-more", "ab"])
+    with pytest.raises(ValueError, match="hunter2") as raised:
+        int("hunter2-and-more")
+    caught = (raised.type, raised.value, raised.tb)
+    record = logging.LogRecord("x", logging.ERROR, "x.py", 1, "%s for %d, tab", ("hunter2-and-more", 3), caught)
+    assert hidden.filter(record)
+    shown = logging.Formatter().format(record)
+    assert shown.startswith("*** for 3, tab\n")
+    assert SECRET not in shown
+    assert "ValueError: invalid literal for int() with base 10: '***'" in shown
+
+
+# Stores.
+
+REDIS = [
+    f"redis://me:{SECRET}@host:port",
+    f"redis://me:{SECRET}@host/db",
+    f"redis://me:{SECRET}@",
+    f"redis://me:{SECRET}/@host",
+    f"redis://me:{SECRET}?@host",
+    f"redis://me:{SECRET}#@host",
+    f"redis://me:{SECRET}@[host",
+    f"redis://me:{SECRET}@host?nonsense=1",
+    f"redis://me:{SECRET}@host?timeout_s=soon",
+    f"redis://me:{SECRET}@host?prefix=*",
+    f"rediss://me:{SECRET}@host?ssl_ca_certs=/nowhere",
+    f"rediss://me:{SECRET}@host?ssl_certfile=/nowhere",
+    f"mysql://me:{SECRET}@host",
+    f"me:{SECRET}@redis://host",
+    Path(f"redis://me:{SECRET}@host"),
+    Path(f"redis://me:{SECRET}@host/records.json"),
+]
+
+
+@pytest.mark.parametrize("url", REDIS, ids=str)
+def test_a_store_that_cannot_be_opened_is_refused_without_its_url(url):
+    """As path, as shipped, and by the function below both."""
+    refusal(open_store, url)
+    refusal(PersistentCache, "op", url)
+    refusal(PersistentCache, "op", "somewhere", shipped=[url])
+    refusal(PersistentCache, str(url))
+
+
+def watched(persistent, costs=COSTS, **script):
+    """Return a chain, and what collects all that it tells."""
+    captured, sink = CapturedTelemetry(), RecordingSink()
+    tuner, _ = scripted(costs, **script)
+    chain = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=persistent, sinks=[*captured.sinks, sink])
+    return chain, captured, sink
+
+
+def told(captured, sink) -> str:
+    spans = [(span.name, dict(span.attributes), span.status.description) for span in captured.spans]
+    return repr([*sink.events, *captured.entries, *spans, captured.metrics()])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("trouble", ["nobody", "wrong password", "not Redis", "no such database"])
+def test_what_becomes_of_a_redis_that_fails_has_no_secret(trouble, real_backend):
+    """Errors, events, spans, log entries, explanations: asked for by a chain, and by a user."""
+    with receiving() as http, RedisServer(password="another" if trouble == "wrong password" else SECRET) as server:
+        ports = {"nobody": 1, "not Redis": http.endpoint.rpartition(":")[2]}
+        db = 99 if trouble == "no such database" else 0
+        user = "me" if trouble == "wrong password" else ""
+        url = f"redis://{user}:{SECRET}@127.0.0.1:{ports.get(trouble, server.port)}/{db}?timeout_s=5"
+
+        async def main():
+            store = PersistentCache("op", url)
+            chain, captured, sink = watched(store, costs=dict.fromkeys(COSTS, 0.0))
+            async with chain:
+                await chain.choose(call(), Toy())
+                why = await chain.explain(call(16), Toy())
+            assert {"store_error", "autotune_finish"} <= {event.name for event in sink.events}
+            with pytest.raises(StoreError) as caught:
+                await store.get("device", "op", "key")
+            shown = told(captured, sink) + str(why) + repr(store) + store.path
+            shown += "".join(traceback.format_exception(caught.value)) + caught.value.location
+            assert SECRET not in shown
+
+        anyio.run(main, backend=real_backend)
+
+
+class Leaky(DirectoryStore):
+    """A store of a user's, that has its password in its location and in what it raises."""
+
+    location = f"db://me:{SECRET}@host/table"
+
+    async def get(self, address):
+        raise OSError(f"no connection to {self.location}")
+
+    async def records(self, key=None):
+        raise OSError(f"no connection to {self.location}")
+        yield
+
+    async def put(self, record, *, replace=False, claim=None):
+        raise StoreError(f"no connection to {self.location}", location=self.location)
+
+
+@pytest.mark.anyio
+async def test_a_users_own_store_shows_no_secret_through_asel(tmp_path):
+    """Whatever it raises, and however it calls its place."""
+    persistent = PersistentCache("op", Leaky(tmp_path))
+    assert repr(persistent) == "PersistentCache('op', 'db://***@host/table')"
+    assert persistent.path == "db://***@host/table"
+    chain, captured, sink = watched(persistent)
+    async with chain:
+        assert await chain.choose(call(), Toy()) == BEST
+        why = await chain.explain(call(16), Toy())
+    assert "store_error" in {event.name for event in sink.events}
+    assert SECRET not in told(captured, sink) + str(why)
+
+
+@pytest.mark.anyio
+async def test_a_candidates_error_shows_no_secret():
+    """A kernel may read its tables from anywhere."""
+    error = RuntimeError(f"cannot fetch https://me:{SECRET}@host/table?token={SECRET}")
+    chain, captured, sink = watched(None, run_errors=dict.fromkeys([Blocks(1), Blocks(2), Blocks(3)], error))
+    async with chain:
+        selection = await chain.select(call(), Toy())
+    shown = told(captured, sink) + repr(selection.declined)
+    assert "https://***@host/table?token=***" in shown
+    assert SECRET not in shown
+
+
+# The command line.
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("url", [f"http://me:{SECRET}@127.0.0.1:1?token={SECRET}", *MISSPELT])
+def test_the_command_line_shows_no_secret(monkeypatch, url):
+    """Neither when the collector does not answer, nor when the URL is refused."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+
+    async def tell(console):
+        tuner, _ = scripted(dict.fromkeys(COSTS, 0.0))
+        async with ConfigSelectorChain(ConfigCache(), tuner=tuner) as chain:
+            await chain.choose(call(), Toy())
+
+    monkeypatch.setattr(asel.demo.story, "tell", tell)
+    result = CliRunner().invoke(app, ["demo", "--otlp", url])
+    assert SECRET not in result.output
+    if url in MISSPELT:
+        assert result.exit_code == 2
+        assert "must be a URL like" in result.output
+    else:
+        assert result.exit_code == 0, result.output
+        assert "telemetry of 'asel-demo'" in result.output
+        assert "http://***@127.0.0.1:1?token=*** did not take all of it" in result.output
