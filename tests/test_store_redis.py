@@ -22,7 +22,7 @@ from store_contract import KEY, LAWS, everything, record
 
 from asel.errors import InvalidRequestError, StoreError
 from asel.stores.leases import Lease
-from asel.stores.links import Link
+from asel.stores.links import Turn
 from asel.stores.records import MOST_BYTES
 from asel.stores.redis import RedisStore
 from asel.stores.scripts import ACQUIRE
@@ -383,7 +383,7 @@ def test_a_claim_is_lost_when_redis_is_gone_for_its_length(real_backend):
 
 def test_a_lease_whose_answer_was_lost_is_given_back(server, real_backend, monkeypatch):
     """Whoever could not hear that it won does not keep others waiting for the lease to end."""
-    run = Link.run
+    run = Turn.run
 
     async def deaf(self, script, *args, **options):
         answer = await run(self, script, *args, **options)
@@ -398,22 +398,28 @@ def test_a_lease_whose_answer_was_lost_is_given_back(server, real_backend, monke
         with server.client() as client:
             assert not client.exists(LEASE)
 
-    monkeypatch.setattr(Link, "run", deaf)
+    monkeypatch.setattr(Turn, "run", deaf)
     anyio.run(main, backend=real_backend)
 
 
 @both_ways
-def test_a_restarted_redis_has_forgotten_the_lease(real_backend, is_open):
-    """Whoever held a claim in it no longer does, says so, and leaves as if nothing were."""
+def test_a_holder_takes_its_lease_again_after_a_restart(real_backend, is_open):
+    """Redis forgot the lease; its holder takes it again, unless another was faster, and replaces nothing by it."""
 
     async def main() -> None:
-        store = RedisStore(server.url(), lease_s=10, renew_s=0.05)
+        store, other = RedisStore(server.url(), lease_s=10, renew_s=0.05), RedisStore(server.url())
         async with open_or_not(store, is_open), within(5):
             async with store.claim(ADDRESS) as claim:
-                server.restart()
-                await until(lambda: not claim.held)
-                async with RedisStore(server.url()).claim(ADDRESS) as theirs:
-                    assert theirs.held
+                with server.client() as client:
+                    server.restart()
+                    await until(lambda: client.exists(LEASE))
+                async with other.claim(ADDRESS) as theirs:
+                    assert not theirs.held
+                assert claim.held
+                await other.put(record(0))
+                assert await store.put(record(1), replace=True, claim=claim) == record(0)
+            async with other.claim(ADDRESS) as theirs:
+                assert theirs.held
             await works(store)
 
     with RedisServer() as server:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,11 @@ from asel.errors import InvalidRequestError, StoreError
 from asel.keys import CacheKey
 from asel.stores.protocol import Claim, claiming
 from asel.stores.records import Address, Record, RecordError, Rejected, key_digest, log_rejected
-from asel.stores.scripts import DELETE, FORGET, MEMBERS, PUT, READ, SET_ASIDE, Names, tag
+from asel.stores.scripts import DELETE, FORGET, MEMBERS, PUT, READ, SET_ASIDE, UNPUBLISHED, Names, tag
 from asel.stores.targets import Target
 
 if TYPE_CHECKING:
-    from asel.stores.links import KeptLink, Link
+    from asel.stores.links import KeptLink, Link, Turn
 
 __all__ = ["RedisStore"]
 
@@ -28,11 +28,15 @@ class RedisStore:
     """Records and claims in a Redis of version 6 or later.
 
     `url` is `redis://user:password@host:port/db`, or `rediss://` for TLS, with any of `prefix=`, `expire_s=`
-    (how long a record lasts), `timeout_s=` (each exchange with Redis) and, for TLS, `ssl_ca_certs=`,
+    (how long a record lasts), `timeout_s=` (an operation, 2 by default) and, for TLS, `ssl_ca_certs=`,
     `ssl_certfile=`, `ssl_keyfile=`, `ssl_check_hostname=`, `ssl_cert_reqs=` in its query.
 
-    Within `async with store:` one connection serves all tasks of that event loop; without, each
-    operation makes its own. Connecting is part of an operation, so entering succeeds while Redis is down.
+    `timeout_s` is for connecting, asking and asking again together; a listing has it for each page, a claim for
+    each question beside `wait_s`. It begins when an operation has its turn: thousands at once take turns.
+
+    Within `async with store:` one connection serves all tasks of that event loop; without, operations that run at
+    the same time share one. Whoever waits for a claim has a second connection made, for wake-ups, and polls if the
+    user may not subscribe. Entering succeeds while Redis is down.
 
     What is acknowledged is as durable as that Redis is configured to be.
 
@@ -45,10 +49,11 @@ class RedisStore:
             raise InvalidRequestError(f"renew_s={renew_s} must be above 0 and below lease_s={lease_s}")
         self._target = Target.from_url(url)
         try:
-            from asel.stores import leases, links
+            from asel.stores import leases, links, wakeups
         except ModuleNotFoundError as error:
             raise InvalidRequestError("a Redis store needs coredis: pip install 'asel[redis]'") from error
-        self._linked, self._keep = links.linked, links.KeptLink
+        self._rights = wakeups.ChannelRights(self._target)
+        self._keep = partial(links.KeptLink, self._target, self._rights)
         self._lease = partial(leases.Lease, lease_s=lease_s, renew_s=renew_s)
         self._names = Names(self._target.prefix)
         self._kept: dict[object, KeptLink] = {}
@@ -65,7 +70,7 @@ class RedisStore:
     async def __aenter__(self) -> RedisStore:
         kept = self._kept.get(_loop())
         if kept is None:
-            kept = self._kept[_loop()] = self._keep(self._target)
+            kept = self._kept[_loop()] = self._keep()
         kept.keepers += 1
         try:
             await kept.ready()
@@ -81,20 +86,26 @@ class RedisStore:
             del self._kept[_loop()]
             await kept.end()
 
-    def _link(self) -> AbstractAsyncContextManager[Link]:
-        kept = self._kept.get(_loop())
-        # Between the first keeper's coming and the link's, there is none to share yet.
-        return nullcontext(kept.link) if kept is not None and kept.is_ready else self._linked(self._target)
+    @asynccontextmanager
+    async def _shared(self) -> AsyncIterator[Link]:
+        async with self:
+            yield self._kept[_loop()].link
+
+    @asynccontextmanager
+    async def _link(self) -> AsyncIterator[Turn]:
+        """Have a turn for one operation."""
+        async with self._shared() as link, link.turn() as turn:
+            yield turn
 
     async def get(self, address: Address) -> Record | None:
         async with self._link() as link:
             return await self._get(link, address)
 
-    async def _get(self, link: Link, address: Address) -> Record | None:
+    async def _get(self, link: Turn, address: Address) -> Record | None:
         _, record = await self._look(link, address)
         return record
 
-    async def _look(self, link: Link, address: Address) -> tuple[Any, Record | None]:
+    async def _look(self, link: Turn, address: Address) -> tuple[Any, Record | None]:
         [found] = await link.run(READ, [self._names.record(address)])
         return found, await self._believe(link, address.digest.encode(), found, address.key)
 
@@ -111,7 +122,9 @@ class RedisStore:
                 found = await link.run(
                     PUT, keys, text, digest, int(replace), token, expire_ms, bad, names.wake(address)
                 )
-                if found is None:
+                if found == UNPUBLISHED:
+                    self._rights.refuse()
+                if found in (None, UNPUBLISHED):
                     return record
                 try:
                     return _read(found, digest)
@@ -132,17 +145,24 @@ class RedisStore:
 
     @asynccontextmanager
     async def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AsyncIterator[Claim]:
-        async with self._link() as link:
-            lease = self._lease(link, self._names, address)
-            look = partial(self._get, link, address)
-            async with claiming(lease.attempt, look, lease.pause, wait_s, anew) as claim:
-                lease.hush()
-                if not claim.held:
-                    yield claim
-                    return
-                claim.token = lease.token
-                async with lease.renewed(claim):
-                    yield claim
+        async with self._shared() as link:
+            lease = self._lease(link, self._names, address, waits=wait_s > 0, anew=anew)
+
+            async def read() -> Record | None:
+                async with link.turn() as turn:
+                    return await self._get(turn, address)
+
+            try:
+                async with claiming(lease.attempt, partial(lease.look, read), lease.pause, wait_s, anew) as claim:
+                    lease.stop_waiting()
+                    if not claim.held:
+                        yield claim
+                        return
+                    claim.token = lease.token
+                    async with lease.renewed(claim):
+                        yield claim
+            finally:
+                lease.stop_waiting()
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
         # No link is held while the reader has a record in hand: it may never come back for the next.
@@ -181,7 +201,7 @@ class RedisStore:
                     records.append(record)
         return records
 
-    async def _believe(self, link: Link, digest: bytes, found: Any, key: CacheKey | None) -> Record | None:
+    async def _believe(self, link: Turn, digest: bytes, found: Any, key: CacheKey | None) -> Record | None:
         """Return the record that was found; what is none is set aside, and told."""
         if found is None:
             return None

@@ -22,6 +22,7 @@ __all__ = [
     "RELEASE",
     "RENEW",
     "SET_ASIDE",
+    "UNPUBLISHED",
     "Names",
     "Script",
     "tag",
@@ -78,6 +79,17 @@ def tag(found: Any) -> bytes:
     return b"%b:%d" % (kind, size)
 
 
+# What a script returns that did its work but may not publish: a user may lack the right to use channels.
+UNPUBLISHED = 2
+
+_PUBLISH = f"""
+local function publish(channel, text, published)
+  local answer = redis.pcall('PUBLISH', channel, text)
+  if type(answer) == 'table' and answer.err then return {UNPUBLISHED} end
+  return published
+end
+"""
+
 # `look` gives a record's text; of what cannot be one, its type and size, so that it is never sent.
 _LOOK = f"""
 local function look(key)
@@ -106,9 +118,10 @@ return found
 """
 )
 
-# Returns what is stored instead, or nothing if ours is.
+# Returns what is stored instead; nothing, or UNPUBLISHED, if ours is.
 PUT = Script(
     _LOOK
+    + _PUBLISH
     + """
 local record, index, lease, aside, index_aside = unpack(KEYS)
 local text, digest, replace, token, expire_ms, bad, wake = unpack(ARGV)
@@ -127,8 +140,7 @@ elseif left == -2 or (left >= 0 and left < expire) then redis.call('PEXPIRE', in
 if set_aside then redis.call('RENAME', record, aside) end
 if expire == 0 then redis.call('SET', record, text)
 else redis.call('SET', record, text, 'PX', expire) end
-redis.call('PUBLISH', wake, 'stored')
-return false
+return publish(wake, 'stored', false)
 """
 )
 
@@ -177,14 +189,30 @@ return 0
 """
 )
 
-RENEW = Script(_LOOK + "return is(KEYS[1], ARGV[1]) and redis.call('PEXPIRE', KEYS[1], ARGV[2]) or 0")
+# A lease that Redis forgot in a restart, or that ended while Redis could not be reached, is taken again if nobody else
+# has it. It keeps others from the same work, but under another token: a claim that was lost once replaces nothing.
+_AGAIN = """
+local function is_ours(key, token) return is(key, token) or is(key, token .. ':again') end
+"""
+
+RENEW = Script(
+    _LOOK
+    + _AGAIN
+    + """
+if is_ours(KEYS[1], ARGV[1]) then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('SET', KEYS[1], ARGV[1] .. ':again', 'PX', ARGV[2])
+return 1
+"""
+)
 
 RELEASE = Script(
     _LOOK
+    + _AGAIN
+    + _PUBLISH
     + """
-if not is(KEYS[1], ARGV[1]) then return 0 end
+if not is_ours(KEYS[1], ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[1])
-redis.call('PUBLISH', ARGV[2], 'released')
-return 1
+return publish(ARGV[2], 'released', 1)
 """
 )

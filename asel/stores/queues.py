@@ -1,0 +1,65 @@
+"""The callers of one process that wait for the same claim: the first of them asks Redis, on behalf of all."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import anyio
+
+from asel.errors import StoreError
+from asel.stores.records import Record
+
+__all__ = ["ClaimQueues", "Place"]
+
+
+class Place:
+    """A caller's place in a queue."""
+
+    def __init__(self, queues: ClaimQueues, what: Hashable) -> None:
+        self._queues = queues
+        self._what = what
+        self._news = anyio.Event()
+        self._failure: StoreError | None = None
+        self.record: Record | None = None
+        """What somebody ahead found, so that there is nothing left to wait for."""
+
+    async def reach_front(self) -> bool:
+        """Wait until this caller is the one to ask Redis; False if somebody ahead found a record.
+
+        Raises:
+            StoreError: Redis failed somebody ahead, so it fails this caller as well.
+        """
+        waiting = self._queues.waiting.setdefault(self._what, {})
+        waiting[self] = None
+        if next(iter(waiting)) is not self and not self._news.is_set():
+            await self._news.wait()
+        if self._failure is not None:
+            raise StoreError(str(self._failure), location=self._failure.location)
+        return self.record is None
+
+    def tell(self, record: Record) -> None:
+        """Hand a record to everyone in the queue."""
+        for place in self._queues.waiting.get(self._what, {}):
+            place.record = record
+            place._news.set()
+
+    def fail(self, error: StoreError) -> None:
+        """Fail everyone in the queue: each of them would find out by waiting for the same timeout."""
+        for place in self._queues.waiting.get(self._what, {}):
+            place._failure = error
+            place._news.set()
+
+    def leave(self) -> None:
+        waiting = self._queues.waiting.get(self._what, {})
+        waiting.pop(self, None)
+        if waiting:
+            next(iter(waiting))._news.set()
+        else:
+            self._queues.waiting.pop(self._what, None)
+
+
+class ClaimQueues:
+    """One queue for each claim that somebody in this process waits for."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Hashable, dict[Place, None]] = {}
