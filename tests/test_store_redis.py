@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 import pytest
 import trustme
-from redis_server import RedisServer, black_hole, free_port, in_front_of
+from redis_server import RedisServer, black_hole, free_port, in_front_of, until
 from store_contract import KEY, LAWS, everything, record
 
 from asel.errors import InvalidRequestError, StoreError
@@ -71,12 +71,6 @@ async def within(seconds: float):
     began = time.monotonic()
     yield
     assert time.monotonic() - began < seconds
-
-
-async def until(condition) -> None:
-    """Wait for what Redis, or another process, does in its own time."""
-    while not condition():  # noqa: ASYNC110 - nothing there could set an event here
-        await anyio.sleep(0.005)
 
 
 def calls(client) -> dict[str, int]:

