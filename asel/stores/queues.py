@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
+from typing import TypeAlias
 
 import anyio
 
 from asel.errors import StoreError
 from asel.stores.records import Record
 
-__all__ = ["ClaimQueues", "Place"]
+__all__ = ["Place", "Queues"]
+
+# By what is waited for, in the order in which the callers came.
+Queues: TypeAlias = "dict[Hashable, OrderedDict[Place, None]]"
 
 
 class Place:
     """A caller's place in a queue."""
 
-    def __init__(self, queues: ClaimQueues, what: Hashable) -> None:
+    def __init__(self, queues: Queues, what: Hashable) -> None:
         self._queues = queues
         self._what = what
         self._news = anyio.Event()
@@ -29,7 +34,7 @@ class Place:
         Raises:
             StoreError: Redis failed somebody ahead, so it fails this caller as well.
         """
-        waiting = self._queues.waiting.setdefault(self._what, {})
+        waiting = self._queues.setdefault(self._what, OrderedDict())
         waiting[self] = None
         if next(iter(waiting)) is not self and not self._news.is_set():
             await self._news.wait()
@@ -39,27 +44,22 @@ class Place:
 
     def tell(self, record: Record) -> None:
         """Hand a record to everyone in the queue."""
-        for place in self._queues.waiting.get(self._what, {}):
+        for place in self._queues.get(self._what, {}):
             place.record = record
             place._news.set()
 
     def fail(self, error: StoreError) -> None:
         """Fail everyone in the queue: each of them would find out by waiting for the same timeout."""
-        for place in self._queues.waiting.get(self._what, {}):
+        for place in self._queues.get(self._what, {}):
             place._failure = error
             place._news.set()
 
     def leave(self) -> None:
-        waiting = self._queues.waiting.get(self._what, {})
-        waiting.pop(self, None)
+        waiting = self._queues.get(self._what)
+        if waiting is None or self not in waiting:
+            return
+        del waiting[self]
         if waiting:
             next(iter(waiting))._news.set()
         else:
-            self._queues.waiting.pop(self._what, None)
-
-
-class ClaimQueues:
-    """One queue for each claim that somebody in this process waits for."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[Hashable, dict[Place, None]] = {}
+            del self._queues[self._what]
