@@ -119,10 +119,13 @@ def in_front_of(
     *,
     answer: bytes | None = None,
     mute: threading.Event | None = None,
+    delay_s: float = 0.0,
+    slow: threading.Event | None = None,
 ):
     """Give the port of a relay to `port` that speaks TLS, or of one that says `answer` to whatever it hears.
 
-    Once `mute` is set, nothing more comes through the first connection, as through a net that lost it.
+    Once `mute` is set, nothing more comes through the first connection, as through a net that lost it. While `slow`
+    is set, each answer is late by `delay_s`. An empty `answer` is a hang-up.
     """
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -135,7 +138,7 @@ def in_front_of(
                 outer = context.wrap_socket(outer, server_side=True)
             with contextlib.closing(outer):
                 if answer is not None:
-                    while not over.is_set() and outer.recv(65536):
+                    while not over.is_set() and outer.recv(65536) and answer:
                         outer.sendall(answer)
                     return
                 with socket.create_connection(("127.0.0.1", port)) as inner:
@@ -149,6 +152,8 @@ def in_front_of(
                             data = one.recv(65536)
                             if not data:
                                 return
+                            if one is inner and slow is not None and slow.is_set():
+                                over.wait(delay_s)
                             (inner if one is outer else outer).sendall(data)
 
     def serve() -> None:

@@ -59,7 +59,10 @@ def explain(error: Exception, target: Target, *, is_greeting: bool = False) -> s
     if isinstance(error, OSError):
         return f"cannot be reached: {said}"
     if is_greeting and _is_loss(error):
-        return "closed the connection during the greeting: it may be restarting, or want TLS (rediss://)"
+        return (
+            "closed the connection during the greeting: it may be restarting, have no room for more clients"
+            " (maxclients), or want TLS (rediss://)"
+        )
     if is_greeting:
         return f"did not answer as a Redis of version 6 or later does ({type(error).__name__}): is it one?"
     return f"failed: {said}"

@@ -1,0 +1,61 @@
+"""One tune per fleet, also while Redis restarts or hangs for a moment: real processes over a real Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fleet import Fleet, Order
+from redis_server import RedisServer
+
+pytestmark = pytest.mark.timeout(120)  # each process loads JAX
+
+BEST = {"m": 3, "n": 1}
+LEASE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with Fleet(8) as fleet:
+        yield fleet.members
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def subscribed(server: RedisServer) -> int:
+    """Return how many processes wait for somebody else's claim."""
+    with server.client() as client:
+        return sum(count for _, count in client.pubsub_numsub(*client.pubsub_channels()))
+
+
+def pause_for_longer_than_a_lease(server: RedisServer) -> None:
+    """Let every waiter ask in vain, because the lease it waited for is over."""
+    with server.paused():
+        time.sleep(LEASE_S + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "keeps_data"),
+    [(RedisServer.restart, True), (RedisServer.restart, False), (pause_for_longer_than_a_lease, False)],
+    ids=["restart with data", "restart without data", "pause"],
+)
+def test_a_redis_that_is_away_for_a_moment_does_not_make_everyone_tune(fleet, tmp_path, disturb, keeps_data):
+    """Whoever waited waits on; the holder finishes, or one other does, and all have one answer."""
+    keeping = ("--dir", str(tmp_path), "--appendonly", "yes", "--appendfsync", "always")
+    with RedisServer(*(keeping if keeps_data else ())) as server:
+        gate = tmp_path / "gate"
+        order = Order(server.url("timeout_s=0.5"), str(tmp_path / "log"), lease_s=LEASE_S, gate=str(gate))
+        for member in fleet:
+            member.go(order)
+        wait_until(lambda: len(order.tuners) == 1 and subscribed(server) == 7)
+        disturb(server)
+        Path(gate).touch()
+        said = [member.answer() for member in fleet]
+        assert [answer.cfg for answer in said] == [BEST] * 8
+        assert len(order.tuners) <= 2
+        assert sum(answer.events.count("autotune_start") for answer in said) <= 2
