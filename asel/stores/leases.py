@@ -82,10 +82,13 @@ class Lease:
 
     async def pause(self) -> None:
         """Return when somebody published something, the other's lease is over, or it is time to ask again."""
-        longest_s = _SUBSCRIBED_POLL_S if self._bell.is_subscribed else self._poll_s
-        self._poll_s = min(2 * self._poll_s, _LONGEST_POLL_S)
-        with anyio.move_on_after(min(longest_s, self._others_s + 0.005)):  # the dead publish nothing
-            await self._bell.rung.wait()
+        others_s = self._others_s + 0.005  # the dead publish nothing
+        if self._bell.is_subscribed:
+            with anyio.move_on_after(min(_SUBSCRIBED_POLL_S, others_s)):
+                await self._bell.rung.wait()
+        else:
+            await anyio.sleep(min(self._poll_s, others_s))
+            self._poll_s = min(2 * self._poll_s, _LONGEST_POLL_S)
 
     def stop_waiting(self) -> None:
         self._bell.take_down()
@@ -142,7 +145,7 @@ class Lease:
         return await self._link.wakeups.subscribe(self._bell)
 
     async def _beat(self, claim: Claim) -> None:
-        pause_s = self._renew_s
+        pause_s, retry_s = self._renew_s, _FIRST_RETRY_S
         while True:
             renewed = None
             # A lease that cannot be renewed in time is another's for all one knows.
@@ -155,9 +158,9 @@ class Lease:
                 return
             claim.held = bool(renewed) or (claim.held and not scope.cancelled_caught)
             if renewed:
-                pause_s = self._renew_s
+                pause_s, retry_s = self._renew_s, _FIRST_RETRY_S
             else:
-                pause_s = min(2 * pause_s if pause_s < _LONGEST_RETRY_S else _FIRST_RETRY_S, _LONGEST_RETRY_S)
+                pause_s, retry_s = retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
 
     async def _renew(self) -> bool | None:
         """Return whether the lease is ours, if Redis says so."""

@@ -159,4 +159,6 @@ class Wakeups:
                 self._tasks.start_soon(wire.listen)
                 self._tasks.start_soon(wire.until_refused, self.rights)
             await bell.settled.wait()
+        if not bell.is_subscribed:  # a late confirmation would not tell what was missed until then
+            bell.take_down()
         return bell.is_subscribed

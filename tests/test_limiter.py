@@ -1,0 +1,66 @@
+"""The bound on how much is done at once: in virtual time, on both backends."""
+
+from __future__ import annotations
+
+import random
+
+import anyio
+import pytest
+
+from asel.limiter import Limiter
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_no_more_than_the_limit_are_in_and_the_others_follow_in_order():
+    """First come, first served, as soon as there is room."""
+    limiter, inside, came, served = Limiter(3), [], [], []
+
+    async def one(number: int) -> None:
+        came.append(number)
+        async with limiter:
+            inside.append(number)
+            assert len(inside) <= 3
+            served.append(number)
+            await anyio.sleep(1)
+            inside.remove(number)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(10):
+            tasks.start_soon(one, number)
+    assert served == came
+
+
+async def test_whoever_is_cancelled_takes_no_room():
+    """Before it was let in, in that moment, or after: the next one has its room."""
+    limiter, chance = Limiter(2), random.Random(3)
+
+    async def one(patience_s: float, works_s: float) -> None:
+        with anyio.move_on_after(patience_s):
+            async with limiter:
+                await anyio.sleep(works_s)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(300):
+            tasks.start_soon(one, chance.choice([0, 1, 2, 3]), chance.choice([0, 1, 2]))
+    with anyio.fail_after(1):
+        async with limiter, limiter:
+            pass
+        assert limiter._free == 2
+
+
+async def test_one_object_serves_one_event_loop_after_another():
+    """A chain is made before there is a loop, and may be used in several."""
+    limiter = Limiter(1)
+
+    async def use() -> None:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(once)
+
+    async def once() -> None:
+        async with limiter:
+            await anyio.sleep(0.001)
+
+    for backend in ("asyncio", "trio", "asyncio"):
+        await anyio.to_thread.run_sync(lambda backend=backend: anyio.run(use, backend=backend))
