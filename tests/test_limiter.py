@@ -12,23 +12,28 @@ from asel.limiter import Limiter
 pytestmark = pytest.mark.anyio
 
 
-async def test_no_more_than_the_limit_are_in_and_the_others_follow_in_order():
-    """First come, first served, as soon as there is room."""
-    limiter, inside, came, served = Limiter(3), [], [], []
+@pytest.mark.parametrize("limit", [1, 3])
+async def test_no_more_than_the_limit_are_in(limit):
+    """The others follow as soon as there is room, and first come, first served."""
+    limiter, inside, came, served = Limiter(limit), [], [], []
 
     async def one(number: int) -> None:
         came.append(number)
         async with limiter:
             inside.append(number)
-            assert len(inside) <= 3
+            assert len(inside) <= limit
             served.append(number)
             await anyio.sleep(1)
             inside.remove(number)
 
+    start = anyio.current_time()
     async with anyio.create_task_group() as tasks:
-        for number in range(10):
+        for number in range(12):
             tasks.start_soon(one, number)
-    assert served == came
+    assert anyio.current_time() - start == pytest.approx(12 / limit)
+    # Those who are let in together run in any order.
+    rounds = [[sorted(order[i : i + limit]) for i in range(0, 12, limit)] for order in (served, came)]
+    assert rounds[0] == rounds[1]
 
 
 async def test_whoever_is_cancelled_takes_no_room():
