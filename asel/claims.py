@@ -1,4 +1,4 @@
-"""A chain's claims: the right to tune, among the processes that share a store, as far as it can be had."""
+"""A chain's claims: the right to tune a key, exclusive among the processes that share a store."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from asel.stores.protocol import Claim
 
 __all__ = ["Claims", "late"]
 
-# How long a process that waits for another's tune bears with a store that fails: as long as a Redis with some data
-# takes to restart. Then it tunes itself.
+# How long a waiter retries a failing store before it tunes by itself: enough for a Redis to restart.
 _PATIENCE_S = 5.0
-# The holder renews its claim as soon as the store is back, and the others leave it a moment for that.
+# Pauses between those retries. The holder renews its claim as soon as the store is back; the first pause lets it.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0
 
 
@@ -34,7 +33,7 @@ def late(timeout_s: float) -> TimeoutError:
 
 
 class Claims(Generic[Cfg]):
-    """Holds claims within the store's bound, and waits for those that other processes hold."""
+    """Takes claims within the store's time limit, and waits for claims that other processes hold."""
 
     def __init__(
         self,
@@ -113,11 +112,11 @@ class Claims(Generic[Cfg]):
         claim = await self._waited(stack, sought, until, anew)
         if claim.held or claim.record is None or self._can_use(claim, sought):
             return claim
-        # Nobody here can read the record that ended the wait, so whoever replaces it is waited for.
+        # This process cannot read the record that ended the wait, so it waits for a holder that replaces it.
         return await self._waited(stack, sought, until, True)
 
     async def _waited(self, stack: AsyncExitStack, sought: Sought[Cfg], until: float, anew: bool) -> Claim:
-        """Wait for a claim that another process holds, also through a short failure of the store."""
+        """Wait for a claim that another process holds, and retry if the store fails for a moment."""
         give_up, pause_s = None, _FIRST_PAUSE_S
         while True:
             began, start = anyio.current_time(), self._events.now()
@@ -128,7 +127,7 @@ class Claims(Generic[Cfg]):
                     return claim
             except Exception as error:
                 now = anyio.current_time()
-                if give_up is None or now - began > _PATIENCE_S:  # the store worked for a while before this
+                if give_up is None or now - began > _PATIENCE_S:  # the store had recovered
                     give_up, pause_s = now + _PATIENCE_S, _FIRST_PAUSE_S
                 if now + pause_s > min(give_up, until):
                     raise
@@ -144,7 +143,7 @@ class Claims(Generic[Cfg]):
         self._events(ClaimWait(key=key, start=start, end=now, waited_s=now - start, outcome=outcome))
 
     async def probe(self, sought: Sought[Cfg]) -> None:
-        """See whether claims work again, by one that nobody else wants."""
+        """Take and return a claim that no other process wants, to see whether claims work again."""
         start = self._events.now()
         error: Exception = late(self._timeout_s)
         try:

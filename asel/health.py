@@ -31,13 +31,13 @@ class Health:
     """Whether a store works.
 
     A store that cannot be read is taken for gone, and nothing is tried; one that cannot be written
-    is still read. The end of one operation's trouble lets the others be tried at once, and a recovery is told when
-    none is left: a store that answers reads may still refuse writes.
+    is still read. When one operation works again, the others may be tried at once. Recovery is reported when all of
+    them work: a store that answers reads may still refuse writes.
     """
 
     def __init__(self, events: FanOut, on_change: Callable[[], object]) -> None:
         self.last_failed: Sought[Any] | None = None
-        """What a store that failed can be tried with."""
+        """The latest failed request, to probe the store with."""
         self._events = events
         self._on_change = on_change
         self._troubles: dict[Operation, Trouble] = {}
@@ -63,7 +63,7 @@ class Health:
         return operation in self._troubles
 
     def rest_left_s(self) -> float:
-        """Return how long it is until an operation may be tried again."""
+        """Return the seconds until some operation may be tried again."""
         now, get = self._events.now(), self._troubles.get("get")
         troubles = self._troubles.values() if get is None else [get]
         left_s = (_FIRST_REST_S if trouble.trying else trouble.until - now for trouble in troubles)

@@ -2,7 +2,7 @@
 
 A store that fails is left alone for a while, longer each time, so that a dead one costs its callers
 one timeout now and then. A result that could not be stored is kept, and stored when it works again. An open chain
-tries by itself what failed, so that the end of an outage is told also if nobody asks for a cold key.
+probes a failed store by itself, so the end of an outage is reported even if no caller asks for a cold key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asel.stores.records import Rejected
 __all__ = ["Keeper"]
 
 _MOST_UNSAVED = 10_000
-# Reads that may wait for the store at once: as many as a store over a network gains from (see stores/links.py).
+# Concurrent reads and claims. More would not be answered sooner: see MAX_IN_FLIGHT in stores/links.py.
 _MAX_AT_ONCE = 64
 
 # A result that waits to be stored, and whether it is to replace what is there.
@@ -68,7 +68,7 @@ class Keeper(Generic[Cfg]):
         Raises:
             StoreError: it failed, or is being left alone after it did.
         """
-        async with self._limiter:  # the bound begins when it is our turn, and a store may have failed before
+        async with self._limiter:  # the time limit starts here, so a crowd does not time out behind itself
             start = self._events.now()
             stored = await self._read(sought)
             self._events(StoreRead(key=sought.key, start=start, end=self._events.now(), found=stored is not None))
@@ -252,7 +252,7 @@ class Keeper(Generic[Cfg]):
             self._news.set()
 
     async def serve(self) -> None:
-        """Store what could not be stored before, and try a store that failed, for as long as the chain is open."""
+        """Store waiting results and probe a failed store, for as long as the chain is open."""
         async with self._place.told(self._tell_rejected):
             self._served = True
             try:
@@ -272,7 +272,7 @@ class Keeper(Generic[Cfg]):
                 await self._news.wait()
 
     async def _probe(self) -> None:
-        """Try what failed before, if it has rested and nobody else is trying it."""
+        """Retry operations that failed, once their rest is over and if no caller is retrying them."""
         health, sought = self._health, self._health.last_failed
         if sought is None:
             return
@@ -280,12 +280,12 @@ class Keeper(Generic[Cfg]):
             return
         if health.has_failed("put") and not self._unsaved and health.why_not("put") is None:
             try:
-                if await self._answers(sought):  # without a result to store, nothing else can tell
+                if await self._answers(sought):  # with no result waiting, a read is the only evidence
                     health.worked("put", sought.key)
             finally:
                 health.let_go("put")
         if health.has_failed("claim") and health.why_not("claim") is None:
-            # Not the claim that failed: whoever else wants that one would believe that it is being tuned.
+            # Not the claim that failed: another process would take it for a tune in progress.
             await self._claims.probe(replace(sought, checksum="probe"))
 
     async def _answers(self, sought: Sought[Cfg]) -> bool:

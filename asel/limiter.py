@@ -1,4 +1,4 @@
-"""A bound on how much is done at once."""
+"""A limit on concurrent tasks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["Limiter"]
 
 
 class Limiter:
-    """Lets a number of tasks in at once, and the others in the order in which they came.
+    """Admits a fixed number of tasks at a time, in the order in which they arrive.
 
-    Unlike anyio's own it belongs to no event loop while nobody waits, so one object may serve one loop after another.
+    Unlike anyio's limiters it is not bound to an event loop, so one object can serve several loops in turn.
     """
 
     def __init__(self, limit: int) -> None:
@@ -28,16 +28,16 @@ class Limiter:
         try:
             await turn.wait()
         except BaseException:
-            if turn.is_set():  # cancelled in the moment it was let in
-                self._let_in()
+            if turn.is_set():  # admitted and cancelled in the same moment
+                self._admit_next()
             else:
                 del self._waiting[turn]
             raise
 
     async def __aexit__(self, *error: object) -> None:
-        self._let_in()
+        self._admit_next()
 
-    def _let_in(self) -> None:
+    def _admit_next(self) -> None:
         if self._waiting:
             turn, _ = self._waiting.popitem(last=False)
             turn.set()

@@ -1,4 +1,4 @@
-"""One tune per fleet, also while Redis restarts or hangs for a moment: real processes over a real Redis."""
+"""One tune per fleet while Redis restarts or hangs for a moment: real processes over a real Redis."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def subscribed(server: RedisServer) -> int:
-    """Return how many processes wait for somebody else's claim."""
+    """Return how many processes wait for a claim of another."""
     with server.client() as client:
         return sum(count for _, count in client.pubsub_numsub(*client.pubsub_channels()))
 
 
 def pause_for_longer_than_a_lease(server: RedisServer) -> None:
-    """Let every waiter ask in vain, because the lease it waited for is over."""
+    """Pause until every waiter has polled in vain, because the lease it waited for has ended."""
     with server.paused():
         time.sleep(LEASE_S + 1.0)
 
@@ -44,10 +44,10 @@ def pause_for_longer_than_a_lease(server: RedisServer) -> None:
     [(RedisServer.restart, True), (RedisServer.restart, False), (pause_for_longer_than_a_lease, False)],
     ids=["restart with data", "restart without data", "pause"],
 )
-def test_a_redis_that_is_away_for_a_moment_does_not_make_everyone_tune(fleet, tmp_path, disturb, keeps_data):
-    """Whoever waited waits on; the holder finishes, or one other does, and all have one answer.
+def test_a_short_outage_does_not_make_every_process_tune(fleet, tmp_path, disturb, keeps_data):
+    """Waiters keep waiting. The holder finishes, or one other process does, and all get one answer.
 
-    Each process would have found another config, so that one answer is not a coincidence.
+    Half of the processes would choose another config by themselves, so one answer is not a coincidence.
     """
     keeping = ("--dir", str(tmp_path), "--appendonly", "yes", "--appendfsync", "always")
     with RedisServer(*(keeping if keeps_data else ())) as server:

@@ -136,7 +136,7 @@ async def test_the_rest_grows_while_the_store_stays_dead():
 
 @pytest.mark.parametrize(("is_open", "longest"), [(True, 0.0), (False, 5.0)], ids=["open", "not open"])
 async def test_after_a_rest_no_more_than_one_caller_waits_for_the_next_try(is_open, longest):
-    """A store that hangs again holds up one of them, and none where the chain tries by itself."""
+    """A store that hangs again holds up one caller, or none if the open chain probes it."""
     place = Place()
     place.hung = {"get"}
     bench = bench_over(place, store_timeout_s=5.0, allow={"cache_miss_fallback": "heuristics"})

@@ -1,4 +1,4 @@
-"""The bound on how much is done at once: in virtual time, on both backends."""
+"""The limit on concurrent tasks: in virtual time, on both backends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-async def test_no_more_than_the_limit_are_in(limit):
-    """The others follow as soon as there is room, and first come, first served."""
+async def test_no_more_tasks_than_the_limit_run(limit):
+    """The others follow as soon as there is room, first come, first served."""
     limiter, inside, came, served = Limiter(limit), [], [], []
 
     async def one(number: int) -> None:
@@ -36,8 +36,8 @@ async def test_no_more_than_the_limit_are_in(limit):
     assert rounds[0] == rounds[1]
 
 
-async def test_whoever_is_cancelled_takes_no_room():
-    """Before it was let in, in that moment, or after: the next one has its room."""
+async def test_a_cancelled_task_takes_no_room():
+    """Whether it was cancelled before it was admitted, in that moment, or after."""
     limiter, chance = Limiter(2), random.Random(3)
 
     async def one(patience_s: float, works_s: float) -> None:
@@ -55,7 +55,7 @@ async def test_whoever_is_cancelled_takes_no_room():
 
 
 async def test_one_object_serves_one_event_loop_after_another():
-    """A chain is made before there is a loop, and may be used in several."""
+    """A chain is made before there is a loop, and can be used in several."""
     limiter = Limiter(1)
 
     async def use() -> None:

@@ -40,8 +40,8 @@ def scripts_run(server: RedisServer) -> int:
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "not open"])
-def test_thousands_of_gets_at_once_do_not_time_out_behind_each_other(server, real_backend, is_open):
-    """All of them take longer than `timeout_s`, each of them a moment: Redis is not late, and one connection does."""
+def test_thousands_of_concurrent_gets_do_not_time_out(server, real_backend, is_open):
+    """Together they take longer than `timeout_s`, but Redis answers each at once; they share one connection."""
 
     async def main() -> None:
         store = RedisStore(server.url("timeout_s=0.4"))
@@ -63,8 +63,8 @@ def test_thousands_of_gets_at_once_do_not_time_out_behind_each_other(server, rea
 
 
 @pytest.mark.parametrize("ends_by", ["a record", "a failure"])
-def test_thousands_of_waiters_for_one_claim_ask_as_one(real_backend, ends_by):
-    """The first asks for all of them, and what it hears, a record or a failure, is everyone's."""
+def test_thousands_of_waiters_for_one_claim_send_a_few_requests(real_backend, ends_by):
+    """The first in the queue asks for all of them, and they share the record or the failure."""
 
     async def main() -> None:
         heard = []
@@ -109,8 +109,8 @@ def subscribers(server: RedisServer) -> int:
         return sum(count for _, count in client.pubsub_numsub(*client.pubsub_channels()))
 
 
-def test_waiters_of_one_process_hold_the_claim_one_after_the_other(server, real_backend, monkeypatch):
-    """In the order in which they came; those who are cancelled or give up hold up nobody."""
+def test_waiters_of_one_process_get_the_claim_in_order(server, real_backend, monkeypatch):
+    """First come, first served; a cancelled or timed-out waiter does not hold up the others."""
     pausing, pause = [], Lease.pause
 
     async def noted(self) -> None:
@@ -145,8 +145,8 @@ def test_waiters_of_one_process_hold_the_claim_one_after_the_other(server, real_
     anyio.run(main, backend=real_backend)
 
 
-def test_a_crowd_in_front_of_a_stopped_redis_fails_in_one_timeout(server, real_backend):
-    """Those behind the ones that got no answer would get none either."""
+def test_queued_operations_fail_with_the_one_that_timed_out(server, real_backend):
+    """A stopped Redis costs a crowd one timeout, not one for each batch."""
 
     async def main() -> None:
         failed = []
@@ -170,8 +170,8 @@ def test_a_crowd_in_front_of_a_stopped_redis_fails_in_one_timeout(server, real_b
     anyio.run(main, backend=real_backend)
 
 
-def test_a_loop_that_was_busy_does_not_take_redis_for_late(server, real_backend):
-    """Whoever did not listen for longer than `timeout_s` hears what was said meanwhile."""
+def test_a_blocked_event_loop_does_not_time_out(server, real_backend):
+    """An answer that arrived while the loop was blocked for longer than `timeout_s` is read."""
 
     async def main() -> None:
         async with store, anyio.create_task_group() as tasks:
@@ -189,8 +189,8 @@ def test_a_loop_that_was_busy_does_not_take_redis_for_late(server, real_backend)
 # Late answers, and none
 
 
-def test_timeout_s_is_for_a_whole_operation(server, real_backend):
-    """Several exchanges, each of them in time, do not add up to more."""
+def test_timeout_s_limits_a_whole_operation(server, real_backend):
+    """Two requests that are each in time are late together."""
 
     async def main(port: int) -> None:
         async with RedisStore(f"redis://127.0.0.1:{port}?timeout_s=1") as store:
@@ -207,8 +207,8 @@ def test_timeout_s_is_for_a_whole_operation(server, real_backend):
         anyio.run(main, port, backend=real_backend)
 
 
-def test_a_redis_that_hangs_up_during_the_greeting_is_not_called_old(real_backend):
-    """It may be about to stop, or want TLS: the error says what happened."""
+def test_a_connection_lost_during_the_greeting_is_reported_as_such(real_backend):
+    """The error does not blame the version of Redis."""
 
     async def main(port: int) -> None:
         with pytest.raises(StoreError, match="closed the connection during the greeting") as raised:
@@ -219,8 +219,8 @@ def test_a_redis_that_hangs_up_during_the_greeting_is_not_called_old(real_backen
         anyio.run(main, port, backend=real_backend)
 
 
-def test_what_is_no_redis_is_still_asked_whether_it_is_one(real_backend):
-    """An answer that makes no sense is not a lost connection."""
+def test_an_unintelligible_greeting_asks_whether_it_is_a_redis(real_backend):
+    """That is not a lost connection."""
 
     async def main(port: int) -> None:
         with pytest.raises(StoreError, match="did not answer as a Redis of version 6 or later does"):
@@ -230,8 +230,8 @@ def test_what_is_no_redis_is_still_asked_whether_it_is_one(real_backend):
         anyio.run(main, port, backend=real_backend)
 
 
-def test_a_redis_without_room_for_a_connection_says_so(real_backend):
-    """The number of clients is the administrator's to raise."""
+def test_maxclients_is_named_when_it_is_reached(real_backend):
+    """The error names the setting to raise."""
 
     async def main() -> None:
         # Redis says so and hangs up, and the second may be noticed first.

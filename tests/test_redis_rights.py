@@ -1,4 +1,4 @@
-"""Redis users with few rights: what asel needs, and how it works without channels."""
+"""Redis users with few rights: which ones asel needs, and how it works without channels."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_the_documented_rights_are_enough(server, real_backend, caplog):
 
 
 @without_channels
-def test_without_channels_every_answer_belongs_to_its_question(server, real_backend, rights, caplog):
-    """Gets, puts and claims at the same time: each get has its own record, each put is stored and said to be."""
+def test_without_channels_every_reply_matches_its_request(server, real_backend, rights, caplog):
+    """Under concurrent gets, puts and claims, each get returns its own record and each put reports success."""
 
     async def main() -> None:
         url = allow(server, *rights)
@@ -140,7 +140,7 @@ def test_without_channels_every_answer_belongs_to_its_question(server, real_back
 @without_channels
 @pytest.mark.parametrize("ends_by", ["a record", "a release"])
 def test_without_channels_a_waiter_polls(server, real_backend, rights, ends_by, monkeypatch):
-    """It has the record soon after it is stored, and the claim soon after it is given back."""
+    """It gets the record soon after the put, or the claim soon after its release."""
     pausing, pause = [], Lease.pause
 
     async def noted(self) -> None:
@@ -173,8 +173,8 @@ def test_without_channels_a_waiter_polls(server, real_backend, rights, ends_by, 
     anyio.run(main, backend=real_backend)
 
 
-def test_a_user_who_may_subscribe_and_not_publish_is_told(server, real_backend, caplog):
-    """What could not be published is stored and given back all the same."""
+def test_a_user_who_may_subscribe_but_not_publish_is_warned(server, real_backend, caplog):
+    """Puts and releases work without their wake-ups."""
 
     async def main() -> None:
         async with RedisStore(allow(server, *NO_PUBSUB, "+subscribe", "+unsubscribe")) as store:
@@ -191,8 +191,8 @@ def test_a_user_who_may_subscribe_and_not_publish_is_told(server, real_backend, 
 @pytest.mark.parametrize(
     "rights", [["allkeys", "allchannels", "+@all"], NO_CHANNELS], ids=["all rights", "no channels"]
 )
-def test_cancelled_waiters_shift_no_answers(server, real_backend, rights):
-    """Whoever leaves a wait, at whatever moment, the next answer is its question's, and no subscription stays."""
+def test_cancelled_waiters_do_not_shift_replies(server, real_backend, rights):
+    """Waiters are cancelled at random moments; every get returns its own record, and no subscription remains."""
 
     async def main() -> None:
         chance, url = random.Random(7), allow(server, *rights)

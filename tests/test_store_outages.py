@@ -24,8 +24,8 @@ def outage(bench) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("broken", ["get", "put", "claim"])
-async def test_the_end_of_an_outage_is_told_although_nothing_is_asked(broken):
-    """An open chain tries what failed by itself: it does not take the next cold key."""
+async def test_recovery_is_reported_without_any_calls(broken):
+    """An open chain probes what failed, so recovery does not need the next cold key."""
     place = Place()
     place.broken = {broken}
     bench = bench_over(place)
@@ -36,8 +36,8 @@ async def test_the_end_of_an_outage_is_told_although_nothing_is_asked(broken):
     assert outage(bench) == [("store_error", broken), ("store_recovered", broken)]
 
 
-async def test_a_claim_that_is_tried_again_is_nobody_elses():
-    """Another process that wants the key which failed must not take it for being tuned."""
+async def test_a_probe_does_not_claim_the_key_that_failed():
+    """Another process that wants this key would take the probe for a tune in progress."""
 
     class Noting(Place):
         def claim(self, sought, wait_s, anew):
@@ -53,8 +53,8 @@ async def test_a_claim_that_is_tried_again_is_nobody_elses():
     assert claimed.count(claimed[0]) == 1
 
 
-async def test_a_store_that_is_read_and_not_written_has_not_recovered():
-    """Reads that work, however many, end neither the trouble of claims nor that of puts."""
+async def test_a_store_that_can_only_be_read_has_not_recovered():
+    """Successful reads do not end an outage of claims or puts."""
     place = Place()
     async with bench_over(place).chain as chain:
         for size in range(1, 101):
@@ -73,8 +73,8 @@ async def test_a_store_that_is_read_and_not_written_has_not_recovered():
     assert len(place.kept) == 101
 
 
-async def test_without_async_with_the_next_read_tells_that_claims_work_again():
-    """Nobody else is there to try; a key that is stored is enough, and it need not be a cold one."""
+async def test_without_async_with_the_next_read_probes_claims():
+    """There is no background task, so a read of a stored key probes; it need not be a cold key."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(1), Toy())
@@ -87,8 +87,8 @@ async def test_without_async_with_the_next_read_tells_that_claims_work_again():
     assert outage(bench) == [("store_error", "claim"), ("store_recovered", "claim")]
 
 
-async def test_a_record_that_could_not_be_withdrawn_is_no_outage_for_ever():
-    """No result waits to be stored, so nothing but a read can show that the store is back."""
+async def test_recovery_from_a_failed_withdrawal_is_reported():
+    """With no result waiting to be stored, a successful read is evidence enough."""
 
     class Sticking(Place):
         async def withdraw(self, stored):
@@ -108,7 +108,7 @@ async def test_a_record_that_could_not_be_withdrawn_is_no_outage_for_ever():
 
 
 class Interrupted(Place):
-    """Another process tunes for ten seconds and stores its result. The store fails from second 5 on."""
+    """Another process tunes for 10 s and stores its result. The store fails from second 5 on."""
 
     def __init__(self, record, fails_for_s: float) -> None:
         super().__init__()
@@ -140,8 +140,8 @@ async def interrupted(fails_for_s: float) -> Interrupted:
     return Interrupted(place.kept, fails_for_s)
 
 
-async def test_a_process_that_waits_for_anothers_tune_bears_with_a_store_that_fails_shortly():
-    """It waits on when the store is back, takes the other's record, and tells of both."""
+async def test_a_waiter_retries_through_a_short_store_failure():
+    """It takes the other process's record when the store is back, and reports the outage and its end."""
     place = await interrupted(fails_for_s=3.0)
     bench = bench_over(place)
     async with bench.chain as chain:
@@ -150,8 +150,8 @@ async def test_a_process_that_waits_for_anothers_tune_bears_with_a_store_that_fa
     assert outage(bench) == [("store_error", "claim"), ("store_recovered", "claim")]
 
 
-async def test_a_process_that_waits_for_anothers_tune_does_not_wait_for_a_store_that_stays_away():
-    """After some seconds it tunes itself."""
+async def test_a_waiter_tunes_by_itself_if_the_store_stays_away():
+    """It retries for some seconds, no longer."""
     place = await interrupted(fails_for_s=1000.0)
     bench = bench_over(place)
     async with bench.chain as chain:
@@ -161,7 +161,7 @@ async def test_a_process_that_waits_for_anothers_tune_does_not_wait_for_a_store_
     assert bench.tunes == 1
 
 
-async def test_whoever_waits_briefly_does_not_bear_with_a_store_for_longer():
+async def test_a_waiter_does_not_retry_beyond_wait_s():
     """`wait_s` holds, whatever the store does."""
     place = await interrupted(fails_for_s=1000.0)
     bench = bench_over(place, allow={"wait_s": 6.0})
@@ -176,8 +176,8 @@ async def test_whoever_waits_briefly_does_not_bear_with_a_store_for_longer():
 # A store that is asked for much at once.
 
 
-async def test_a_crowd_of_cold_keys_does_not_time_out_behind_itself():
-    """The store takes one at a time and works; the bound is for the store, and not for the queue in front of it."""
+async def test_many_cold_keys_do_not_time_out_in_their_own_queue():
+    """The store works, one request at a time; the time limit is for the store, not for the queue in front of it."""
 
     class OneByOne(Place):
         async def find(self, sought):
@@ -194,8 +194,8 @@ async def test_a_crowd_of_cold_keys_does_not_time_out_behind_itself():
     assert bench.sink.names.count("store_read") == 300
 
 
-async def test_a_crowd_behind_a_store_that_hangs_waits_for_one_timeout():
-    """Whoever comes to its turn after that finds the store left alone."""
+async def test_many_cold_keys_wait_for_a_hung_store_once():
+    """Requests admitted after the first timeout find the circuit breaker open."""
     place = Place()
     place.hung = {"get"}
     bench = bench_over(place, allow={"cache_miss_fallback": "heuristics"}, store_timeout_s=5.0)

@@ -398,7 +398,7 @@ def test_a_lease_whose_answer_was_lost_is_given_back(server, real_backend, monke
 
 @both_ways
 def test_a_holder_takes_its_lease_again_after_a_restart(real_backend, is_open):
-    """Redis forgot the lease; its holder takes it again, unless another was faster, and replaces nothing by it."""
+    """Redis lost the lease; its holder takes it again if it is free, but no longer replaces records with it."""
 
     async def main() -> None:
         store, other = RedisStore(server.url(), lease_s=10, renew_s=0.05), RedisStore(server.url())

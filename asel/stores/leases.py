@@ -19,17 +19,18 @@ from asel.stores.wakeups import Bell
 
 __all__ = ["Lease"]
 
-# Without wake-ups a waiter asks so often; with them, seldom: pub/sub does not promise to deliver.
+# Poll intervals of a waiter without wake-ups, and with them: pub/sub does not guarantee delivery.
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
 _SUBSCRIBED_POLL_S = 5.0
-# A holder that cannot renew tries again so soon, so that after a restart of Redis it is there before others.
+# Retry intervals of a holder that cannot renew. The first is short, so that after a restart of Redis the holder gets
+# its lease back before a waiter takes it (see _FIRST_PAUSE_S in asel/claims.py).
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
 
 
 class Lease:
-    """The attempts of one caller to hold an address, and the holding.
+    """One caller's attempts to hold an address, and its renewals.
 
-    Callers that wait for the same claim share a queue: only the first of them talks to Redis.
+    Callers that wait for the same claim share a queue; only the first in the queue talks to Redis.
     """
 
     def __init__(
@@ -58,21 +59,21 @@ class Lease:
         self._bell = Bell(self._channel)
 
     async def attempt(self) -> Callable[[], Awaitable[object]] | None:
-        """Return how to give the lease back, or None where another holds it.
+        """Return the function that releases the lease, or None if another caller holds it.
 
-        From before the question on, the bell rings when it may be worth asking again.
+        A caller that waits is subscribed before the last request, so it cannot miss a later wake-up.
         """
         if self._waits and not await self._place.reach_front():
             return None
         with self._failing_together():
             is_ours = await self._acquire()
             if not is_ours and self._waits and await self._subscribe():
-                # What was published before the subscription was not heard.
+                # The lease may have been released before the subscription took effect.
                 is_ours = await self._acquire()
         return self.release if is_ours else None
 
     async def look(self, read: Callable[[], Awaitable[Record | None]]) -> Record | None:
-        """Return the record that ends the wait, for everyone who waits."""
+        """Return the record that ends the wait, and hand it to everyone in the queue."""
         if self._place.record is None:
             with self._failing_together():
                 self._place.record = await read()
@@ -81,8 +82,8 @@ class Lease:
         return self._place.record
 
     async def pause(self) -> None:
-        """Return when somebody published something, the other's lease is over, or it is time to ask again."""
-        others_s = self._others_s + 0.005  # the dead publish nothing
+        """Return on a wake-up, when the holder's lease may have ended, or when it is time to poll."""
+        others_s = self._others_s + 0.005  # a dead holder publishes nothing
         if self._bell.is_subscribed:
             with anyio.move_on_after(min(_SUBSCRIBED_POLL_S, others_s)):
                 await self._bell.rung.wait()
@@ -103,7 +104,7 @@ class Lease:
 
     @asynccontextmanager
     async def renewed(self, claim: Claim) -> AsyncIterator[None]:
-        """Keep the lease while the block runs; `claim.held` says whether that succeeds."""
+        """Renew the lease while the block runs, and keep `claim.held` up to date."""
         async with helpers() as tasks:
             tasks.start_soon(self._beat, claim)
             yield
@@ -137,7 +138,7 @@ class Lease:
         return not left_ms
 
     async def _subscribe(self) -> bool:
-        """Return whether the bell was subscribed just now."""
+        """Subscribe unless subscribed already; return whether that changed anything."""
         if self._bell.is_subscribed:
             return False
         self._bell.take_down()
@@ -148,12 +149,12 @@ class Lease:
         pause_s, retry_s = self._renew_s, _FIRST_RETRY_S
         while True:
             renewed = None
-            # A lease that cannot be renewed in time is another's for all one knows.
+            # A lease that was not renewed in time may belong to another process by now.
             with anyio.CancelScope(deadline=self._ends if claim.held else math.inf) as scope:
                 with anyio.move_on_after(pause_s):
                     await self._link.dialer.until_lost()
                 renewed = await self._renew()
-            if renewed is False:  # another has it, and what that one stores is as good
+            if renewed is False:  # another process holds it
                 claim.held = False
                 return
             claim.held = bool(renewed) or (claim.held and not scope.cancelled_caught)
@@ -163,7 +164,7 @@ class Lease:
                 pause_s, retry_s = retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
 
     async def _renew(self) -> bool | None:
-        """Return whether the lease is ours, if Redis says so."""
+        """Return whether the lease is ours; None if Redis did not answer."""
         with suppress(StoreError):
             async with self._link.turn(urgent=True) as turn:
                 sent = anyio.current_time()

@@ -22,12 +22,12 @@ from asel.stores.wires import Dialer, Opening, Wire
 
 __all__ = ["KeptLink", "Link", "Turn", "helpers", "linked"]
 
-# Operations that may wait for Redis at the same time. 3,000 gets take 1.16 s with 4 in flight, 0.95 with 16, 0.90 with
-# 64 and 1.0 with 256 or with all: beyond 64, each takes longer and no more are done in a second.
+# Concurrent operations. 3,000 gets take 1.16 s with 4 in flight, 0.95 s with 16, 0.90 s with 64, and 1.0 s with 256 or
+# with no limit: beyond 64, latency grows and throughput does not.
 MAX_IN_FLIGHT = 64
-# In how many parts `timeout_s` is counted. A loop that is busy with other things for long loses one part, and then
-# reads what has come meanwhile, which takes it two or three rounds.
-_PARTS = 8
+# Ticks per `timeout_s`. However long the event loop is blocked by other work, that costs one tick; reading an answer
+# that arrived meanwhile takes two or three rounds of the loop, so it is read before the ticks run out.
+_TICKS = 8
 
 
 @asynccontextmanager
@@ -111,10 +111,10 @@ class Link:
 
     @asynccontextmanager
     async def turn(self, *, urgent: bool = False) -> AsyncIterator[Turn]:
-        """Have `timeout_s` for one operation, from the moment it is its turn.
+        """Run one operation within `timeout_s`, counted from when it is admitted.
 
-        Waiting for others of this process is not Redis's fault and does not count; but when one of them gets no
-        answer in time, those behind it would not either, and fail with it. `urgent` operations do not wait.
+        Waiting for other operations of this process does not count. When one of them times out, those in the queue
+        fail with it, because Redis would not answer them either. `urgent` operations skip the queue.
         """
         async with AsyncExitStack() as stack:
             if not urgent:
@@ -154,7 +154,7 @@ class Link:
             if not self._turns:
                 self._begun = anyio.Event()
                 await self._begun.wait()
-            await anyio.sleep(self.timeout_s / _PARTS)
+            await anyio.sleep(self.timeout_s / _TICKS)
             for turn in self._turns:
                 turn.count_down()
 
@@ -167,12 +167,12 @@ class Link:
 
 
 class Turn:
-    """One operation, of one exchange with Redis or a few."""
+    """One operation: a request to Redis, or a few."""
 
     def __init__(self, link: Link, scope: anyio.CancelScope) -> None:
         self._link = link
         self._scope = scope
-        self._parts_left = _PARTS
+        self._ticks_left = _TICKS
         self._used: list[Opening[Wire]] = []
         self._asking = False
 
@@ -208,12 +208,12 @@ class Turn:
         return await self._ask(request)
 
     def count_down(self) -> None:
-        if self._parts_left == 0:
+        if self._ticks_left == 0:
             self._scope.cancel()
-        self._parts_left -= 1
+        self._ticks_left -= 1
 
     def give_up(self) -> None:
-        """Drop the connection that owes an answer: it may never come, and comes too late if it does."""
+        """Drop the connection if an answer is outstanding: it may never come, and would come too late."""
         if self._asking and self._used:
             self._used[-1].drop(f"no answer within {self._link.timeout_s:g} s")
 

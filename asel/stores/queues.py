@@ -1,4 +1,4 @@
-"""The callers of one process that wait for the same claim: the first of them asks Redis, on behalf of all."""
+"""Queues of callers in one process that wait for the same claim; the first in each asks Redis for all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asel.stores.records import Record
 
 __all__ = ["Place", "Queues"]
 
-# By what is waited for, in the order in which the callers came.
+# By claim, in order of arrival.
 Queues: TypeAlias = "dict[Hashable, OrderedDict[Place, None]]"
 
 
@@ -26,13 +26,13 @@ class Place:
         self._news = anyio.Event()
         self._failure: StoreError | None = None
         self.record: Record | None = None
-        """What somebody ahead found, so that there is nothing left to wait for."""
+        """The record that the first in the queue found, which ends the wait."""
 
     async def reach_front(self) -> bool:
-        """Wait until this caller is the one to ask Redis; False if somebody ahead found a record.
+        """Wait to be first in the queue; return False if a caller ahead found a record.
 
         Raises:
-            StoreError: Redis failed somebody ahead, so it fails this caller as well.
+            StoreError: a request of a caller ahead failed.
         """
         waiting = self._queues.setdefault(self._what, OrderedDict())
         waiting[self] = None
@@ -49,7 +49,7 @@ class Place:
             place._news.set()
 
     def fail(self, error: StoreError) -> None:
-        """Fail everyone in the queue: each of them would find out by waiting for the same timeout."""
+        """Fail everyone in the queue, or each would wait for the same timeout in turn."""
         for place in self._queues.get(self._what, {}):
             place._failure = error
             place._news.set()

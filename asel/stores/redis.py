@@ -31,12 +31,12 @@ class RedisStore:
     (how long a record lasts), `timeout_s=` (an operation, 2 by default) and, for TLS, `ssl_ca_certs=`,
     `ssl_certfile=`, `ssl_keyfile=`, `ssl_check_hostname=`, `ssl_cert_reqs=` in its query.
 
-    `timeout_s` is for connecting, asking and asking again together; a listing has it for each page, a claim for
-    each question beside `wait_s`. It begins when an operation has its turn: thousands at once take turns.
+    `timeout_s` limits a whole operation: connecting, requests and retries. A listing has it for each page, and a
+    claim for each attempt within `wait_s`. Concurrent operations queue, and time in the queue does not count.
 
-    Within `async with store:` one connection serves all tasks of that event loop; without, operations that run at
-    the same time share one. Whoever waits for a claim has a second connection made, for wake-ups, and polls if the
-    user may not subscribe. Entering succeeds while Redis is down.
+    Within `async with store:` one connection serves all tasks of that event loop; without it, concurrent operations
+    share one. Waiting for a claim opens a second connection, for wake-ups; a user without the right to subscribe
+    polls instead. Entering succeeds while Redis is down.
 
     What is acknowledged is as durable as that Redis is configured to be.
 
@@ -93,7 +93,7 @@ class RedisStore:
 
     @asynccontextmanager
     async def _link(self) -> AsyncIterator[Turn]:
-        """Have a turn for one operation."""
+        """Run one operation within its time."""
         async with self._shared() as link, link.turn() as turn:
             yield turn
 

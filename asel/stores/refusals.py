@@ -19,7 +19,7 @@ from asel.stores.targets import Target
 
 __all__ = ["CHANNEL_RIGHTS", "RIGHTS", "explain"]
 
-# Redis 6 allows new users all channels, and refuses a pattern beside that: hence the reset. Redis 7 allows none.
+# New users have all channels in Redis 6 and none in Redis 7. Redis 6 rejects a pattern beside "all", hence the reset.
 CHANNEL_RIGHTS = "resetchannels &{prefix}:* +@pubsub"
 RIGHTS = "~{prefix}:* +@connection +@scripting +@read +@write " + CHANNEL_RIGHTS
 
@@ -69,7 +69,7 @@ def explain(error: Exception, target: Target, *, is_greeting: bool = False) -> s
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    # coredis raises one error for a connection that was lost and for a greeting it cannot make sense of.
+    # coredis raises the same error for a lost connection and for a greeting it cannot parse.
     while error is not None and not isinstance(error, EndOfStream | BrokenResourceError | ClosedResourceError):
         error = error.__cause__
     return error is not None

@@ -79,7 +79,7 @@ def tag(found: Any) -> bytes:
     return b"%b:%d" % (kind, size)
 
 
-# What a script returns that did its work but may not publish: a user may lack the right to use channels.
+# Returned by a script that did its work but was not allowed to publish: the user has no rights to the channel.
 UNPUBLISHED = 2
 
 _PUBLISH = f"""
@@ -189,8 +189,8 @@ return 0
 """
 )
 
-# A lease that Redis forgot in a restart, or that ended while Redis could not be reached, is taken again if nobody else
-# has it. It keeps others from the same work, but under another token: a claim that was lost once replaces nothing.
+# A lease that Redis lost in a restart, or that expired while Redis was unreachable, is taken again if it is free. It
+# keeps others from tuning, but under another token, because a claim that was lost must not replace newer records.
 _AGAIN = """
 local function is_ours(key, token) return is(key, token) or is(key, token .. ':again') end
 """

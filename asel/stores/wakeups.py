@@ -1,7 +1,7 @@
-"""Wake-ups for whoever waits for a claim, published when a record is stored or a claim is given back.
+"""Wake-ups for callers that wait for a claim, published when a record is stored or a claim is released.
 
-Subscriptions have a connection of their own. Redis confirms a SUBSCRIBE by a push message and refuses it by a plain
-reply, which on a connection with requests would be taken for the answer to one of them.
+Subscriptions have a connection of their own. Redis confirms a SUBSCRIBE with a push message but refuses it with a plain
+reply, which on a shared connection would be matched to somebody else's request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("asel")
 
 
 class ChannelRights:
-    """Whether this user may publish and subscribe, as far as a store knows; the first refusal is logged."""
+    """Whether this user may publish and subscribe. The first refusal is logged; asel polls from then on."""
 
     def __init__(self, target: Target) -> None:
         self.refused = False
@@ -41,7 +41,7 @@ class ChannelRights:
 
 
 class Bell:
-    """Rings when something is published on its channel, or the connection that listens for it is lost."""
+    """Rings when a message is published on its channel, or when the subscription is lost."""
 
     def __init__(self, channel: bytes) -> None:
         self.channel = channel
@@ -60,7 +60,7 @@ class Bell:
             self._wire.take_down(self)
 
     def rearm(self) -> None:
-        """Ring only for what is published from now on."""
+        """Forget earlier messages."""
         self.rung = anyio.Event()
 
     def confirm(self) -> None:
@@ -74,13 +74,13 @@ class Bell:
 
 
 class _Subscriber(Wire):
-    """A connection without requests: whatever Redis answers, other than by a push message, is a refusal."""
+    """A connection without requests, so every reply that is not a push message is a refusal."""
 
     def __init__(self, stream: ByteStream, target: Target) -> None:
         super().__init__(stream, target)
         self.listening = False
         self._bells: dict[bytes, set[Bell]] = {}
-        # Redis confirms in order, so the last SUBSCRIBE of a channel is confirmed once none is outstanding.
+        # Redis confirms in order, so a channel's latest SUBSCRIBE is confirmed when its count is back to zero.
         self._unconfirmed: Counter[bytes] = Counter()
 
     def hang(self, bell: Bell) -> None:
@@ -133,7 +133,7 @@ class _Subscriber(Wire):
 
 
 class Wakeups:
-    """The subscriptions of one link; nothing is connected before somebody waits."""
+    """The subscriptions of one link. It connects when the first caller waits."""
 
     def __init__(self, target: Target, tasks: TaskGroup, rights: ChannelRights) -> None:
         self.rights = rights
@@ -145,20 +145,20 @@ class Wakeups:
         self._dialer.close()
 
     async def subscribe(self, bell: Bell) -> bool:
-        """Have a bell ring for what is published from now on; False if it cannot, so that its owner has to poll."""
+        """Subscribe a bell; return False if that is not possible, so that the caller has to poll."""
         if self.rights.refused:
             return False
         with anyio.move_on_after(self._timeout_s):
             try:
                 wire = await self._dialer.connected([])
                 bell.hang(wire)
-            except Exception:  # the connection for requests fails as well, or does not need this one
+            except Exception:  # the request connection reports what is wrong, if anything is
                 return False
             if not wire.listening:
                 wire.listening = True
                 self._tasks.start_soon(wire.listen)
                 self._tasks.start_soon(wire.until_refused, self.rights)
             await bell.settled.wait()
-        if not bell.is_subscribed:  # a late confirmation would not tell what was missed until then
+        if not bell.is_subscribed:  # a late confirmation would not say what was missed before it
             bell.take_down()
         return bell.is_subscribed

@@ -1,4 +1,4 @@
-"""One connection to Redis that is made when needed, shared by many tasks, and made again when lost.
+"""A connection to Redis that is opened when needed, shared by many tasks, and reopened when lost.
 
 coredis has a pool, but a place in it is lost whenever a connection fails or its caller is cancelled in the
 wrong moment, and after 64 of those it hangs. So asel keeps single connections of coredis's.
@@ -72,7 +72,7 @@ class Opening(Generic[AnyWire]):
 
 
 class Dialer(Generic[AnyWire]):
-    """Connects to one Redis in one event loop, and connects again when the connection was lost.
+    """Connects to one Redis in one event loop, and reconnects when the connection is lost.
 
     Its tasks are shielded from the cancellation of the block they live in, and end when the dialer is closed: a
     claim is given back after its holder was cancelled, and needs the connection for that.
@@ -91,7 +91,7 @@ class Dialer(Generic[AnyWire]):
             self.latest.drop("the store was closed")
 
     async def connected(self, used: list[Opening[AnyWire]]) -> AnyWire:
-        """Return a connection that can be used; `used` gets the attempts it took.
+        """Return a usable connection, and append the attempts it took to `used`.
 
         Raises:
             Exception: what the attempt to connect failed with.
@@ -110,7 +110,7 @@ class Dialer(Generic[AnyWire]):
         raise ConnectionError("the store was closed")
 
     async def until_lost(self) -> None:
-        """Return when the connection is lost; without one, never."""
+        """Return when the current connection is lost; never, if there is none."""
         if self.latest is None or not self.latest.usable:
             await anyio.sleep_forever()
         else:
