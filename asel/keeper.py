@@ -1,27 +1,29 @@
 """A chain's dealings with its store: within a bound, told once for each change of state, nothing lost.
 
 A store that fails is left alone for a while, longer each time, so that a dead one costs its callers
-one timeout now and then. A result that could not be stored is kept, and stored when it works again.
+one timeout now and then. A result that could not be stored is kept, and stored when it works again. An open chain
+probes a failed store by itself, so the end of an outage is reported even if no caller asks for a cold key.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Generic, Literal
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Generic
 
 import anyio
-import anyio.lowlevel
 
 from asel.cache import ConfigCache
+from asel.claims import Claims, late
 from asel.errors import InvalidRequestError, StoreError
-from asel.events import ClaimWait, Persisted, RecordRejected, StoreFailed, StoreRead
+from asel.events import Persisted, RecordRejected, StoreFailed, StoreRead
 from asel.fanout import FanOut
 from asel.health import Health, in_words
 from asel.kernel import Cfg
 from asel.keys import CacheKey, alike
+from asel.limiter import Limiter
 from asel.outcomes import TuneReport
 from asel.persistence import Persistence, Sought, Stored
 from asel.redaction import redact
@@ -31,7 +33,8 @@ from asel.stores.records import Rejected
 __all__ = ["Keeper"]
 
 _MOST_UNSAVED = 10_000
-
+# Concurrent reads and claims. More would not be answered sooner: see MAX_IN_FLIGHT in stores/links.py.
+_MAX_AT_ONCE = 64
 
 # A result that waits to be stored, and whether it is to replace what is there.
 _Unsaved = tuple[TuneReport[Cfg], bool]
@@ -45,7 +48,11 @@ class Keeper(Generic[Cfg]):
         self._place = place
         self._cache = cache
         self._events = events
-        self._health = Health(events)
+        self._health: Health = Health(events, self._wake_server)
+        self._limiter = Limiter(_MAX_AT_ONCE)
+        self._claims: Claims[Cfg] = Claims(
+            place, self._health, events, self._limiter, timeout_s, lambda *found: self.found_by(*found) is not None
+        )
         self._unsaved: dict[tuple[CacheKey, str], _Unsaved[Cfg]] = {}
         self._news = anyio.Event()
         # True iff a task of the chain's sees to what could not be stored.
@@ -62,6 +69,15 @@ class Keeper(Generic[Cfg]):
         Raises:
             StoreError: it failed, or is being left alone after it did.
         """
+        async with self._limiter:  # the time limit starts here, so a crowd does not time out behind itself
+            start = self._events.now()
+            stored = await self._read(sought)
+            self._events(StoreRead(key=sought.key, start=start, end=self._events.now(), found=stored is not None))
+        if not self._served:
+            await self._probe()
+        return stored
+
+    async def _read(self, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         if (why := self._health.why_not("get")) is not None:
             raise StoreError(why)
         start = self._events.now()
@@ -69,15 +85,13 @@ class Keeper(Generic[Cfg]):
             with anyio.fail_after(self.timeout_s):
                 stored = self._usable(sought.key, await self._place.find(sought))
         except Exception as failure:  # a store's failure makes its tier decline
-            error = failure if str(failure) or not isinstance(failure, TimeoutError) else self._late()
-            self._health.failed("get", error, sought.key, start)
+            error = failure if str(failure) or not isinstance(failure, TimeoutError) else late(self.timeout_s)
+            self._health.failed("get", error, sought, start)
             raise StoreError(in_words(error)) from error
         except BaseException:
             self._health.let_go("get")
             raise
         self._health.worked("get", sought.key)
-        self._events(StoreRead(key=sought.key, start=start, end=self._events.now(), found=stored is not None))
-        self._tell_saver()
         return stored
 
     async def peek(self, sought: Sought[Cfg]) -> Stored[Cfg] | None:
@@ -95,84 +109,27 @@ class Keeper(Generic[Cfg]):
 
     async def reports(self, sought: Sought[Cfg]) -> list[TuneReport[Cfg]]:
         """Return what earlier tunes of a key found; nothing where the store does not say in time."""
-        if self._health.why_not("get") is None:
-            start = self._events.now()
-            try:
-                with anyio.fail_after(self.timeout_s):
-                    return await self._place.reports(sought)
-            except Exception as error:
-                self._health.failed("get", error, sought.key, start)
-            finally:
-                self._health.let_go("get")
+        async with self._limiter:
+            if self._health.why_not("get") is None:
+                start = self._events.now()
+                try:
+                    with anyio.fail_after(self.timeout_s):
+                        return await self._place.reports(sought)
+                except Exception as error:
+                    self._health.failed("get", error, sought, start)
+                finally:
+                    self._health.let_go("get")
         return []
 
-    @asynccontextmanager
-    async def claim(
+    def claim(
         self, sought: Sought[Cfg], wait_s: float, on_held_elsewhere: Callable[[], object], *, anew: bool = False
-    ) -> AsyncIterator[Claim]:
+    ) -> AbstractAsyncContextManager[Claim]:
         """Hold the right to tune, as far as it can be had; where the store fails, everybody tunes.
 
         `on_held_elsewhere` is called where another process holds it, and not where the store failed. With
         `anew`, a record that is there does not end the wait.
         """
-        claim, start, stack = Claim(), self._events.now(), AsyncExitStack()
-        # Outermost, so that it ends whatever the store's own block does to come and to go.
-        bound = stack.enter_context(anyio.CancelScope(deadline=anyio.current_time() + self.timeout_s))
-        if self._place.has_claims and self._health.why_not("claim") is None:
-            try:
-                found = await self._claimed(stack, bound, sought, wait_s, on_held_elsewhere, anew)
-                bound.deadline = math.inf
-                await anyio.lowlevel.checkpoint_if_cancelled()  # a shielded store does not notice that it is late
-                claim = found
-                self._health.worked("claim", sought.key)
-                self._tell_wait(sought.key, claim, start)
-            except BaseException as error:
-                self._health.let_go("claim")
-                was_late = await stack.__aexit__(type(error), error, error.__traceback__)
-                if not was_late and not isinstance(error, Exception):
-                    raise
-                failure = error if isinstance(error, Exception) else self._late()
-                self._health.failed("claim", failure, sought.key, start)
-        bound.deadline = math.inf
-        try:
-            yield claim
-        finally:
-            await self._give_back(stack, bound, sought.key)
-
-    async def _give_back(self, stack: AsyncExitStack, bound: anyio.CancelScope, key: CacheKey) -> None:
-        start, was_late = self._events.now(), bound.cancel_called
-        bound.deadline = anyio.current_time() + self.timeout_s
-        try:
-            await stack.__aexit__(*sys.exc_info())
-        except Exception as error:  # it ends with this process at the latest
-            self._health.failed("claim", error, key, start)
-        if bound.cancelled_caught and not was_late:
-            self._health.failed("claim", self._late(), key, start)
-
-    async def _claimed(
-        self,
-        stack: AsyncExitStack,
-        bound: anyio.CancelScope,
-        sought: Sought[Cfg],
-        wait_s: float,
-        on_held_elsewhere: Callable[[], object],
-        anew: bool,
-    ) -> Claim:
-        async with AsyncExitStack() as first:
-            claim = await first.enter_async_context(self._place.claim(sought, 0.0, anew))
-            if not claim.held:
-                on_held_elsewhere()
-            if claim.held or wait_s <= 0:
-                stack.push_async_exit(first.pop_all())
-                return claim
-        bound.deadline = anyio.current_time() + wait_s + self.timeout_s
-        async with AsyncExitStack() as second:
-            claim = await second.enter_async_context(self._place.claim(sought, wait_s, anew))
-            if claim.held or claim.record is None or self.found_by(claim, sought) is not None:
-                stack.push_async_exit(second.pop_all())
-                return claim
-        # The record that ended the wait is none we can read: whoever replaces it is waited for.
-        return await stack.enter_async_context(self._place.claim(sought, wait_s, True))
+        return self._claims.claim(sought, wait_s, on_held_elsewhere, anew)
 
     def found_by(self, claim: Claim, sought: Sought[Cfg]) -> Stored[Cfg] | None:
         """Return what another process stored before the claim was ours, or while we waited for it."""
@@ -180,15 +137,8 @@ class Keeper(Generic[Cfg]):
             found = None if claim.record is None else self._place.read(claim.record, sought)
             return self._usable(sought.key, found)
         except Exception as error:  # what came with the claim is no record
-            self._health.failed("claim", error, sought.key, self._events.now())
+            self._health.failed("claim", error, sought, self._events.now())
             return None
-
-    def _tell_wait(self, key: CacheKey, claim: Claim, start: float) -> None:
-        now = self._events.now()
-        outcome: Literal["record", "held", "timed_out"] = "held" if claim.held else "timed_out"
-        if claim.record is not None:
-            outcome = "record"
-        self._events(ClaimWait(key=key, start=start, end=now, waited_s=now - start, outcome=outcome))
 
     async def keep(
         self,
@@ -209,7 +159,7 @@ class Keeper(Generic[Cfg]):
             return None
         scope = anyio.CancelScope() if scope is None else scope
         scope.shield, scope.deadline = True, min(scope.deadline, anyio.current_time() + self.timeout_s)
-        error: Exception = self._late()
+        error: Exception = late(self.timeout_s)
         with scope:
             try:
                 stored = await self._place.keep(report, replace=replace, claim=claim)
@@ -229,7 +179,7 @@ class Keeper(Generic[Cfg]):
                 self._health.worked("put", report.key)
                 self._tell_kept(report, stored, start)
                 return self._usable(report.key, stored)
-        self._health.failed("put", error, report.key, start)
+        self._health.failed("put", error, Sought(report.key, report.checksum, report.environment), start)
         self._save_later(report, replace, waiting)
         return None
 
@@ -258,11 +208,11 @@ class Keeper(Generic[Cfg]):
                 if remove is not None:
                     await remove(stored)
         except Exception as failure:
-            error = failure if str(failure) or not isinstance(failure, TimeoutError) else self._late()
+            error = failure if str(failure) or not isinstance(failure, TimeoutError) else late(self.timeout_s)
         finally:
             self._health.let_go("put")
         if error is not None:
-            self._health.failed("put", error, sought.key, start)
+            self._health.failed("put", error, sought, start)
             return False
         if instead is not None:
             await self.keep(instead, replace=remove is None)
@@ -281,9 +231,6 @@ class Keeper(Generic[Cfg]):
             )
         )
 
-    def _late(self) -> TimeoutError:
-        return TimeoutError(f"the store did not answer within {self.timeout_s:g} s")
-
     # What could not be stored.
 
     def _save_later(self, report: TuneReport[Cfg], replace: bool, waiting: _Unsaved[Cfg] | None) -> None:
@@ -291,7 +238,7 @@ class Keeper(Generic[Cfg]):
             self._unsaved[report.key, report.checksum] = (report, replace)
         while len(self._unsaved) > _MOST_UNSAVED:
             del self._unsaved[next(iter(self._unsaved))]
-        self._tell_saver()
+        self._wake_server()
 
     def _no_longer_waits(self, report: TuneReport[Cfg], waiting: _Unsaved[Cfg] | None) -> bool:
         """Take out what waited when `report` was about to be stored; False where a newer result took its place."""
@@ -301,12 +248,12 @@ class Keeper(Generic[Cfg]):
         self._unsaved.pop(address, None)
         return True
 
-    def _tell_saver(self) -> None:
-        if self._unsaved:
+    def _wake_server(self) -> None:
+        if self._unsaved or self._health.is_failing:
             self._news.set()
 
     async def serve(self) -> None:
-        """Store what could not be stored before, for as long as the chain is open."""
+        """Store waiting results and probe a failed store, for as long as the chain is open."""
         async with self._place.told(self._tell_rejected):
             self._served = True
             try:
@@ -317,12 +264,37 @@ class Keeper(Generic[Cfg]):
     async def _serve(self) -> None:
         while True:
             self._news = anyio.Event()
-            if self._unsaved:
+            if self._unsaved or self._health.is_failing:
                 with anyio.move_on_after(max(self._health.rest_left_s(), 0.01)):
                     await self._news.wait()
+                await self._probe()
                 await self.flush()
             else:
                 await self._news.wait()
+
+    async def _probe(self) -> None:
+        """Retry operations that failed, once their rest is over and if no caller is retrying them."""
+        health, sought = self._health, self._health.last_failed
+        if sought is None:
+            return
+        if health.has_failed("get") and not await self._answers(sought):
+            return
+        if health.has_failed("put") and not self._unsaved and health.why_not("put") is None:
+            try:
+                if await self._answers(sought):  # with no result waiting, a read is the only evidence
+                    health.worked("put", sought.key)
+            finally:
+                health.let_go("put")
+        if health.has_failed("claim") and health.why_not("claim") is None:
+            # Not the claim that failed: another process would take it for a tune in progress.
+            await self._claims.probe(replace(sought, checksum="probe"))
+
+    async def _answers(self, sought: Sought[Cfg]) -> bool:
+        try:
+            await self._read(sought)
+        except StoreError:
+            return False
+        return True
 
     async def catch_up(self) -> None:
         """Store what is waiting, after something else could be, where nobody else sees to it."""

@@ -28,6 +28,8 @@ class Order:
     sample_s: float = 0.05
     hang: bool = False
     """Whether it never finishes its first sample."""
+    gate: str = ""
+    """A file without which no sample is finished."""
     favourite: int = 3
     """The config that is fastest there."""
     wait_s: float | None = None
@@ -128,6 +130,8 @@ def main(backend: str) -> None:
                 print("measuring", flush=True)
                 with open(self.order.log, "a") as log:  # noqa: ASYNC230
                     log.write(f"{os.getpid()}\n")
+                while self.order.gate and not os.path.exists(self.order.gate):  # noqa: ASYNC110, ASYNC240
+                    await anyio.sleep(0.01)
                 await anyio.sleep(1000 if self.order.hang else self.order.sample_s)
                 return 0.1 if trial.cfg.m == self.order.favourite else 0.3
 

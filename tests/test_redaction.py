@@ -81,7 +81,8 @@ ERRORS = {
 ALLOWED = {
     # A store's own: `Target.location` has neither user nor password, a file's is its path.
     ("stores.redis", "self.location"),
-    ("stores.links", "self.location"),
+    ("stores.wires", "self.location"),
+    ("stores.wakeups", "self._target.location"),
     ("stores.files", "location"),
     ("stores.document", "str(error)"),  # all of these become a `Rejected`, whose reason is redacted where it is told
     ("stores.document_format", "where"),

@@ -114,6 +114,33 @@ def test_another_versions_record_under_our_name_stays_until_it_is_in_the_way(tmp
     anyio.run(scene)
 
 
+def test_another_versions_record_under_our_name_in_redis(redis):
+    """The same: a miss that stays, and is set aside by a put of its address, for a week."""
+    rejected = []
+
+    async def scene():
+        async with RedisStore(redis.url()) as store:
+            store.on_rejected = rejected.append
+            await store.put(record())
+            with redis.client() as client:
+                [name] = client.keys("asel:2:record:*")
+                client.set(name, '{"asel":99}')
+                assert await store.get(record().address) is None
+                assert await everything(store) == []
+                assert not rejected
+                assert client.get(name) == b'{"asel":99}'
+                assert await store.put(record("new")) == record("new")
+                [aside] = client.keys("asel:2:set-aside:*")
+                assert client.get(aside) == b'{"asel":99}'
+                assert 0 < client.ttl(aside) <= 7 * 24 * 3600
+                assert (await store.stats()).set_aside == 1
+
+    with redis.client() as client:
+        client.flushall()
+    anyio.run(scene)
+    assert "version 99" in rejected[0].reason
+
+
 # Half-written files.
 
 

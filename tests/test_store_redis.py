@@ -17,19 +17,19 @@ from pathlib import Path
 import anyio
 import pytest
 import trustme
-from redis_server import RedisServer, black_hole, free_port, in_front_of
+from redis_server import RedisServer, black_hole, free_port, in_front_of, until
 from store_contract import KEY, LAWS, everything, record
 
 from asel.errors import InvalidRequestError, StoreError
 from asel.stores.leases import Lease
-from asel.stores.links import Link
+from asel.stores.links import Turn
 from asel.stores.records import MOST_BYTES
 from asel.stores.redis import RedisStore
 from asel.stores.scripts import ACQUIRE
 
 ADDRESS = record().address
-NAME = f"asel:1:record:{ADDRESS.digest}"
-LEASE = f"asel:1:lease:{ADDRESS.digest}"
+NAME = f"asel:2:record:{ADDRESS.digest}"
+LEASE = f"asel:2:lease:{ADDRESS.digest}"
 SECRET = "hunter2/?#@:%"  # all that a URL can trip over
 QUOTED = "hunter2%2F%3F%23%40%3A%25"
 
@@ -71,12 +71,6 @@ async def within(seconds: float):
     began = time.monotonic()
     yield
     assert time.monotonic() - began < seconds
-
-
-async def until(condition) -> None:
-    """Wait for what Redis, or another process, does in its own time."""
-    while not condition():  # noqa: ASYNC110 - nothing there could set an event here
-        await anyio.sleep(0.005)
 
 
 def calls(client) -> dict[str, int]:
@@ -156,12 +150,12 @@ both_ways = pytest.mark.parametrize("is_open", [True, False], ids=["open", "not 
         (b"\xff\x00", "it is not JSON"),
         (b"", "it is not JSON"),
         (b"[1]", "JSON list"),
-        (b'{"asel":2}', "version 2"),
+        (b'{"asel":2}', "digest"),
         (record(checksum="another").to_json().encode(), "another address"),
         (b"x" * (MOST_BYTES + 1), "a string of 4,194,305 bytes"),
         (["a", "list"], "a list"),
     ],
-    ids=["garbage", "empty", "no object", "foreign version", "another address", "too large", "not a string"],
+    ids=["garbage", "empty", "no object", "no digest", "another address", "too large", "not a string"],
 )
 def test_what_is_no_record_is_a_miss_told_once_and_set_aside(server, real_backend, value, reason):
     """A bad value costs neither its neighbours nor those who come after, and is kept for people to look at."""
@@ -175,7 +169,7 @@ def test_what_is_no_record_is_a_miss_told_once_and_set_aside(server, real_backen
         neighbour = record(2, checksum="c2")
         await store.put(neighbour)
         with server.client() as client:
-            index = f"asel:1:key:{ADDRESS.key_digest}"
+            index = f"asel:2:key:{ADDRESS.key_digest}"
             for read, key in [
                 (lambda: store.get(ADDRESS), KEY),
                 (lambda: everything(store), None),
@@ -193,7 +187,7 @@ def test_what_is_no_record_is_a_miss_told_once_and_set_aside(server, real_backen
                 assert reason in rejected.reason
                 assert NAME in rejected.where
                 assert rejected.key == key
-                [aside] = client.keys("asel:1:set-aside:*")
+                [aside] = client.keys("asel:2:set-aside:*")
                 if isinstance(value, list):
                     assert client.lrange(aside, 0, -1) == [b"a", b"list"]
                 else:
@@ -211,7 +205,7 @@ def test_indexes_and_leases_of_another_type_are_no_obstacle(server, real_backend
     async def main() -> None:
         store = RedisStore(server.url())
         with server.client() as client:
-            client.set(f"asel:1:key:{ADDRESS.key_digest}", "no set")
+            client.set(f"asel:2:key:{ADDRESS.key_digest}", "no set")
             client.rpush(LEASE, "no lease")
         assert await everything(store, KEY) == []
         assert not await store.delete(ADDRESS)
@@ -229,7 +223,7 @@ def test_records_expire_and_leave_nothing_behind(server, real_backend):
     async def main() -> None:
         store, brief = RedisStore(server.url()), RedisStore(server.url("expire_s=0.05"))
         with server.client() as client:
-            index = f"asel:1:key:{ADDRESS.key_digest}"
+            index = f"asel:2:key:{ADDRESS.key_digest}"
             await brief.put(record(1))
             assert 0 < client.pttl(NAME) <= 50
             assert 0 < client.pttl(index) <= 50
@@ -255,9 +249,9 @@ def test_keys_have_prefix_database_and_version(server, real_backend):
             assert await everything(RedisStore(url)) == [record(number)]
         with server.client(db=3) as client:
             names = sorted(name.decode() for name in client.keys())
-            start = [f"{prefix}:1:{kind}:" for prefix in ("asel", "team:a") for kind in ("key", "record")]
+            start = [f"{prefix}:2:{kind}:" for prefix in ("asel", "team:a") for kind in ("key", "record")]
             assert [name.startswith(one) for name, one in zip(names, start, strict=True)] == [True] * 4
-            client.set(NAME.replace(":1:", ":2:"), "what a later asel writes")
+            client.set(NAME.replace(":2:", ":3:"), "what a later asel writes")
             assert await everything(RedisStore(urls[2])) == [record(2)]
 
     anyio.run(main, backend=real_backend)
@@ -383,7 +377,7 @@ def test_a_claim_is_lost_when_redis_is_gone_for_its_length(real_backend):
 
 def test_a_lease_whose_answer_was_lost_is_given_back(server, real_backend, monkeypatch):
     """Whoever could not hear that it won does not keep others waiting for the lease to end."""
-    run = Link.run
+    run = Turn.run
 
     async def deaf(self, script, *args, **options):
         answer = await run(self, script, *args, **options)
@@ -398,22 +392,28 @@ def test_a_lease_whose_answer_was_lost_is_given_back(server, real_backend, monke
         with server.client() as client:
             assert not client.exists(LEASE)
 
-    monkeypatch.setattr(Link, "run", deaf)
+    monkeypatch.setattr(Turn, "run", deaf)
     anyio.run(main, backend=real_backend)
 
 
 @both_ways
-def test_a_restarted_redis_has_forgotten_the_lease(real_backend, is_open):
-    """Whoever held a claim in it no longer does, says so, and leaves as if nothing were."""
+def test_a_holder_takes_its_lease_again_after_a_restart(real_backend, is_open):
+    """Redis lost the lease; its holder takes it again if it is free, but no longer replaces records with it."""
 
     async def main() -> None:
-        store = RedisStore(server.url(), lease_s=10, renew_s=0.05)
+        store, other = RedisStore(server.url(), lease_s=10, renew_s=0.05), RedisStore(server.url())
         async with open_or_not(store, is_open), within(5):
             async with store.claim(ADDRESS) as claim:
-                server.restart()
-                await until(lambda: not claim.held)
-                async with RedisStore(server.url()).claim(ADDRESS) as theirs:
-                    assert theirs.held
+                with server.client() as client:
+                    server.restart()
+                    await until(lambda: client.exists(LEASE))
+                async with other.claim(ADDRESS) as theirs:
+                    assert not theirs.held
+                assert claim.held
+                await other.put(record(0))
+                assert await store.put(record(1), replace=True, claim=claim) == record(0)
+            async with other.claim(ADDRESS) as theirs:
+                assert theirs.held
             await works(store)
 
     with RedisServer() as server:
@@ -459,7 +459,7 @@ def test_waiters_are_woken_not_polling(server, real_backend, pausing):
                     await store.put(record(), claim=claim)
                 assert heard[0] - began < 0.25
                 assert len(pausing) == 1
-            await until(lambda: client.pubsub_numsub(f"asel:1:wake:{ADDRESS.digest}")[0][1] == 0)
+            await until(lambda: client.pubsub_numsub(f"asel:2:wake:{ADDRESS.digest}")[0][1] == 0)
 
     anyio.run(main, backend=real_backend)
 
@@ -539,7 +539,7 @@ def test_a_stopped_redis_fails_in_time_and_works_again(server, real_backend, is_
         async with open_or_not(store, is_open):
             await works(store)
             with server.paused():
-                for error in await every_operation_fails(store, 1.2):
+                for error in await every_operation_fails(store, 5):
                     assert "did not answer within 0.3 s" in str(error)
             with server.client() as client:
                 client.flushall()  # what was asked before it stopped is done when it goes on
@@ -555,7 +555,7 @@ def test_a_redis_that_is_gone_and_comes_back(real_backend, is_open):
     async def main() -> None:
         store = RedisStore(server.url("timeout_s=1"))
         async with open_or_not(store, is_open):  # it is not there yet
-            for error in await every_operation_fails(store, 1.5):
+            for error in await every_operation_fails(store, 5):
                 assert "cannot be reached" in str(error)
             server.start()
             await works(store)
@@ -563,7 +563,7 @@ def test_a_redis_that_is_gone_and_comes_back(real_backend, is_open):
                 server.restart()
                 await works(store)
             server.kill()
-            await every_operation_fails(store, 1.5)
+            await every_operation_fails(store, 5)
             server.start()
             await works(store)
             with server.client() as client:
@@ -587,8 +587,8 @@ def test_a_black_hole(real_backend, is_open, caplog):
     async def main(port: int) -> None:
         store = RedisStore(f"redis://127.0.0.1:{port}?timeout_s=0.2")
         async with open_or_not(store, is_open):
-            await every_operation_fails(store, 1.2)
-            await every_operation_fails(store, 1.2)
+            await every_operation_fails(store, 5)
+            await every_operation_fails(store, 5)
 
     with black_hole() as port:
         anyio.run(main, port, backend=real_backend)
@@ -602,9 +602,8 @@ def test_a_connection_that_fell_silent_is_given_up(server, real_backend):
         async with RedisStore(f"redis://127.0.0.1:{port}?timeout_s=0.3") as store:
             await works(store)
             mute.set()
-            await every_operation_fails(store, 1.2)
-            with server.client() as client:
-                client.flushall()  # some were tried again, and done, just before their time was up
+            with pytest.raises(StoreError, match="did not answer"):
+                await store.get(ADDRESS)
             await works(store)
 
     mute = threading.Event()
@@ -747,7 +746,7 @@ def test_a_read_only_redis_says_what_to_do(real_backend):
         store.on_rejected = told.append
         await store.put(record(1))
         with server.client() as client:
-            client.set(f"asel:1:record:{record(checksum='c2').address.digest}", "nonsense")
+            client.set(f"asel:2:record:{record(checksum='c2').address.digest}", "nonsense")
             client.config_set("replica-serve-stale-data", "yes")
             client.replicaof("127.0.0.1", free_port())
         with pytest.raises(StoreError, match="read-only replica: give the address of the primary"):

@@ -2,54 +2,126 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import anyio
 
 from asel.errors import StoreError
-from asel.stores.links import Link, Wire, helpers
+from asel.stores.links import Link, helpers
 from asel.stores.protocol import Claim
-from asel.stores.records import Address
-from asel.stores.scripts import ACQUIRE, RELEASE, RENEW, Names
+from asel.stores.queues import Place
+from asel.stores.records import Address, Record
+from asel.stores.scripts import ACQUIRE, RELEASE, RENEW, UNPUBLISHED, Names
+from asel.stores.wakeups import Bell
 
 __all__ = ["Lease"]
 
+# Poll intervals of a waiter without wake-ups, and with them: pub/sub does not guarantee delivery.
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
+_SUBSCRIBED_POLL_S = 5.0
+# Retry intervals of a holder that cannot renew. The first is short, so that after a restart of Redis the holder gets
+# its lease back before a waiter takes it (see _FIRST_PAUSE_S in asel/claims.py).
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
+
 
 class Lease:
-    """The attempts of one caller to hold an address, and the holding."""
+    """One caller's attempts to hold an address, and its renewals.
 
-    def __init__(self, link: Link, names: Names, address: Address, *, lease_s: float, renew_s: float) -> None:
+    Callers that wait for the same claim share a queue; only the first in the queue talks to Redis.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        names: Names,
+        address: Address,
+        *,
+        waits: bool = False,
+        anew: bool = False,
+        lease_s: float,
+        renew_s: float,
+    ) -> None:
         self.token = secrets.token_hex(16)
         self._link = link
         self._key = names.lease(address)
         self._channel = names.wake(address)
+        self._waits = waits
+        self._place = Place(link.queues, (address, anew))
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._grace_s = link.timeout_s / 10
         self._ends = 0.0
         self._others_s = 0.0
-        self._bell = anyio.Event()
-        self._hung_on: Wire | None = None
+        self._poll_s = _FIRST_POLL_S
+        self._bell = Bell(self._channel)
 
     async def attempt(self) -> Callable[[], Awaitable[object]] | None:
-        """Return how to give the lease back, or None where another holds it.
+        """Return the function that releases the lease, or None if another caller holds it.
 
-        From before the question on, the bell rings when it may be worth asking again.
+        A caller that waits is subscribed before the last request, so it cannot miss a later wake-up.
         """
-        self.hush()
+        if self._waits and not await self._place.reach_front():
+            return None
+        with self._failing_together():
+            is_ours = await self._acquire()
+            if not is_ours and self._waits and await self._subscribe():
+                # The lease may have been released before the subscription took effect.
+                is_ours = await self._acquire()
+        return self.release if is_ours else None
+
+    async def look(self, read: Callable[[], Awaitable[Record | None]]) -> Record | None:
+        """Return the record that ends the wait, and hand it to everyone in the queue."""
+        if self._place.record is None:
+            with self._failing_together():
+                self._place.record = await read()
+            if self._place.record is not None:
+                self._place.tell(self._place.record)
+        return self._place.record
+
+    async def pause(self) -> None:
+        """Return on a wake-up, when the holder's lease may have ended, or when it is time to poll."""
+        others_s = self._others_s + 0.005  # a dead holder publishes nothing
+        if self._bell.is_subscribed:
+            with anyio.move_on_after(min(_SUBSCRIBED_POLL_S, others_s)):
+                await self._bell.rung.wait()
+        else:
+            await anyio.sleep(min(self._poll_s, others_s))
+            self._poll_s = min(2 * self._poll_s, _LONGEST_POLL_S)
+
+    def stop_waiting(self) -> None:
+        self._bell.take_down()
+        self._place.leave()
+
+    async def release(self) -> None:
+        # Redis is gone, and takes the lease along in time.
+        with suppress(StoreError):
+            async with self._link.turn(urgent=True) as turn:
+                if await turn.run(RELEASE, [self._key], self.token, self._channel) == UNPUBLISHED:
+                    self._link.wakeups.rights.refuse()
+
+    @asynccontextmanager
+    async def renewed(self, claim: Claim) -> AsyncIterator[None]:
+        """Renew the lease while the block runs, and keep `claim.held` up to date."""
+        async with helpers() as tasks:
+            tasks.start_soon(self._beat, claim)
+            yield
+
+    async def _acquire(self) -> bool:
         asked = False
 
-        def ready(wire: Wire) -> None:
+        def note() -> None:
             nonlocal asked
-            self.hush()
-            wire.hang(self._bell, self._channel)
-            self._hung_on, asked = wire, True
+            asked = True
 
+        self._bell.rearm()
         sent = anyio.current_time()
         try:
-            left_ms = await self._link.run(ACQUIRE, [self._key], self.token, self._lease_ms, ready=ready)
+            async with self._link.turn() as turn:
+                sent = anyio.current_time()
+                left_ms = await turn.run(ACQUIRE, [self._key], self.token, self._lease_ms, before=note)
         except anyio.get_cancelled_exc_class():
             if asked:  # it may be ours, and nobody would know
                 with anyio.CancelScope(shield=True):
@@ -60,53 +132,56 @@ class Lease:
                 with anyio.move_on_after(self._grace_s, shield=True):
                     await self.release()
             raise
-        if left_ms:
-            self._others_s = left_ms / 1000
-            return None
+        self._others_s = left_ms / 1000
         # Counted from before Redis heard of it: it is over there later than here.
         self._ends = sent + self._lease_s
-        self.hush()
-        return self.release
+        return not left_ms
 
-    async def pause(self) -> None:
-        """Return when somebody published something, or the other's lease is over: the dead publish nothing."""
-        with anyio.move_on_after(self._others_s + 0.005):
-            await self._bell.wait()
-
-    def hush(self) -> None:
-        if self._hung_on is not None:
-            self._hung_on.unhang(self._bell, self._channel)
-        self._bell, self._hung_on = anyio.Event(), None
-
-    async def release(self) -> None:
-        # Redis is gone, and takes the lease along in time.
-        with suppress(StoreError):
-            await self._link.run(RELEASE, [self._key], self.token, self._channel)
-
-    @asynccontextmanager
-    async def renewed(self, claim: Claim) -> AsyncIterator[None]:
-        """Keep the lease while the block runs; the claim is told when it could not be kept."""
-        async with helpers() as tasks:
-            tasks.start_soon(self._beat, claim)
-            yield
+    async def _subscribe(self) -> bool:
+        """Subscribe unless subscribed already; return whether that changed anything."""
+        if self._bell.is_subscribed:
+            return False
+        self._bell.take_down()
+        self._bell = Bell(self._channel)
+        return await self._link.wakeups.subscribe(self._bell)
 
     async def _beat(self, claim: Claim) -> None:
-        # A lease that cannot be renewed in time is another's for all one knows.
-        pause_s = self._renew_s
+        pause_s, retry_s = self._renew_s, _FIRST_RETRY_S
         while True:
-            renewed: int | None = None
-            with anyio.CancelScope(deadline=self._ends) as scope:
-                await anyio.sleep(pause_s)
-                sent = anyio.current_time()
-                with suppress(StoreError):
-                    renewed = await self._link.run(RENEW, [self._key], self.token, self._lease_ms)
-            if renewed:
-                self._ends, pause_s = sent + self._lease_s, self._renew_s
-            elif renewed == 0 or scope.cancelled_caught or anyio.current_time() >= self._ends:
+            renewed = None
+            # A lease that was not renewed in time may belong to another process by now.
+            with anyio.CancelScope(deadline=self._ends if claim.held else math.inf) as scope:
+                with anyio.move_on_after(pause_s):
+                    await self._link.dialer.until_lost()
+                renewed = await self._renew()
+            if renewed is False:  # another process holds it
                 claim.held = False
                 return
+            claim.held = bool(renewed) or (claim.held and not scope.cancelled_caught)
+            if renewed:
+                pause_s, retry_s = self._renew_s, _FIRST_RETRY_S
             else:
-                pause_s = min(self._renew_s, 1.0)
+                pause_s, retry_s = retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
+
+    async def _renew(self) -> bool | None:
+        """Return whether the lease is ours; None if Redis did not answer."""
+        with suppress(StoreError):
+            async with self._link.turn(urgent=True) as turn:
+                sent = anyio.current_time()
+                is_ours = await turn.run(RENEW, [self._key], self.token, self._lease_ms)
+                if is_ours:
+                    self._ends = sent + self._lease_s
+                return bool(is_ours)
+        return None
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            if self._waits:
+                self._place.fail(error)
+            raise
 
     @property
     def _lease_ms(self) -> int:

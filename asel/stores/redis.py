@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,14 @@ from anyio.lowlevel import current_token
 
 from asel.errors import InvalidRequestError, StoreError
 from asel.keys import CacheKey
-from asel.stores.protocol import Claim, StoreDefaults, claiming
-from asel.stores.records import Address, Record, RecordError, Rejected, key_digest, log_rejected
-from asel.stores.scripts import DELETE, FORGET, MEMBERS, PUT, READ, SET_ASIDE, Names, tag
+from asel.stores.protocol import Claim, StoreDefaults, StoreStats, claiming
+from asel.stores.records import Address, OtherSchemaError, Record, RecordError, Rejected, key_digest, log_rejected
+from asel.stores.scripts import DELETE, FORGET, MEMBERS, PUT, READ, SET_ASIDE, SIZES, UNPUBLISHED, Names, tag
 from asel.stores.targets import Target
+from asel.threads import run_in_thread
 
 if TYPE_CHECKING:
-    from asel.stores.links import KeptLink, Link
+    from asel.stores.links import KeptLink, Link, Turn
 
 __all__ = ["RedisStore"]
 
@@ -28,11 +30,15 @@ class RedisStore(StoreDefaults):
     """Records and claims in a Redis of version 6 or later.
 
     `url` is `redis://user:password@host:port/db`, or `rediss://` for TLS, with any of `prefix=`, `expire_s=`
-    (how long a record lasts), `timeout_s=` (each exchange with Redis) and, for TLS, `ssl_ca_certs=`,
+    (how long a record lasts), `timeout_s=` (an operation, 2 by default) and, for TLS, `ssl_ca_certs=`,
     `ssl_certfile=`, `ssl_keyfile=`, `ssl_check_hostname=`, `ssl_cert_reqs=` in its query.
 
-    Within `async with store:` one connection serves all tasks of that event loop; without, each
-    operation makes its own. Connecting is part of an operation, so entering succeeds while Redis is down.
+    `timeout_s` limits a whole operation: connecting, requests and retries. A listing has it for each page, and a
+    claim for each attempt within `wait_s`. Concurrent operations queue, and time in the queue does not count.
+
+    Within `async with store:` one connection serves all tasks of that event loop; without it, concurrent operations
+    share one. Waiting for a claim opens a second connection, for wake-ups; a user without the right to subscribe
+    polls instead. Entering succeeds while Redis is down.
 
     What is acknowledged is as durable as that Redis is configured to be.
 
@@ -45,10 +51,11 @@ class RedisStore(StoreDefaults):
             raise InvalidRequestError(f"renew_s={renew_s} must be above 0 and below lease_s={lease_s}")
         self._target = Target.from_url(url)
         try:
-            from asel.stores import leases, links
+            from asel.stores import leases, links, wakeups
         except ModuleNotFoundError as error:
             raise InvalidRequestError("a Redis store needs coredis: pip install 'asel[redis]'") from error
-        self._linked, self._keep = links.linked, links.KeptLink
+        self._rights = wakeups.ChannelRights(self._target)
+        self._keep = partial(links.KeptLink, self._target, self._rights)
         self._lease = partial(leases.Lease, lease_s=lease_s, renew_s=renew_s)
         self._names = Names(self._target.prefix)
         self._kept: dict[object, KeptLink] = {}
@@ -65,7 +72,7 @@ class RedisStore(StoreDefaults):
     async def __aenter__(self) -> RedisStore:
         kept = self._kept.get(_loop())
         if kept is None:
-            kept = self._kept[_loop()] = self._keep(self._target)
+            kept = self._kept[_loop()] = self._keep()
         kept.keepers += 1
         try:
             await kept.ready()
@@ -81,25 +88,39 @@ class RedisStore(StoreDefaults):
             del self._kept[_loop()]
             await kept.end()
 
-    def _link(self) -> AbstractAsyncContextManager[Link]:
-        kept = self._kept.get(_loop())
-        # Between the first keeper's coming and the link's, there is none to share yet.
-        return nullcontext(kept.link) if kept is not None and kept.is_ready else self._linked(self._target)
+    @asynccontextmanager
+    async def _shared(self) -> AsyncIterator[Link]:
+        async with self:
+            yield self._kept[_loop()].link
+
+    @asynccontextmanager
+    async def _link(self) -> AsyncIterator[Turn]:
+        """Run one operation within its time."""
+        async with self._shared() as link, link.turn() as turn:
+            yield turn
 
     async def get(self, address: Address) -> Record | None:
         async with self._link() as link:
             return await self._get(link, address)
 
-    async def _get(self, link: Link, address: Address) -> Record | None:
+    async def _get(self, link: Turn, address: Address) -> Record | None:
         _, record = await self._look(link, address)
         return record
 
-    async def _look(self, link: Link, address: Address) -> tuple[Any, Record | None]:
+    async def _look(self, link: Turn, address: Address) -> tuple[Any, Record | None]:
         [found] = await link.run(READ, [self._names.record(address)])
-        return found, await self._believe(link, address.digest.encode(), found, address.key)
+        if found is None:
+            return None, None
+        digest = address.digest.encode()
+        [read] = await _read([(digest, found)])
+        if isinstance(read, Record):
+            return found, read
+        await self._reject(link, digest, found, read, address.key)
+        return found, None
 
     async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
-        text, address, names = record.to_json(), record.address, self._names
+        text = await run_in_thread("writing a record", record.to_json)
+        address, names = record.address, self._names
         digest, bad = address.digest.encode(), b""
         index = names.index(address.key_digest)
         expire_ms = round((self._target.expire_s or 0) * 1000)
@@ -111,14 +132,16 @@ class RedisStore(StoreDefaults):
                 found = await link.run(
                     PUT, keys, text, digest, int(replace), token, expire_ms, bad, names.wake(address)
                 )
-                if found is None:
+                if found == UNPUBLISHED:
+                    self._rights.refuse()
+                if found in (None, UNPUBLISHED):
                     return record
-                try:
-                    return _read(found, digest)
-                except RecordError as error:
-                    self._tell(digest, str(error), address.key)
-                    bad = tag(found)
-        raise StoreError(f"somebody keeps writing what is no record to {self.location}", location=self.location)
+                [stored] = await _read([(digest, found)])
+                if isinstance(stored, Record):
+                    return stored
+                self._tell(digest, str(stored), address.key)
+                bad = tag(found)
+        raise StoreError(f"another program keeps writing unreadable records to {self.location}", location=self.location)
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
         keys = [self._names.record(address), self._names.index(address.key_digest)]
@@ -132,17 +155,24 @@ class RedisStore(StoreDefaults):
 
     @asynccontextmanager
     async def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AsyncIterator[Claim]:
-        async with self._link() as link:
-            lease = self._lease(link, self._names, address)
-            look = partial(self._get, link, address)
-            async with claiming(lease.attempt, look, lease.pause, wait_s, anew) as claim:
-                lease.hush()
-                if not claim.held:
-                    yield claim
-                    return
-                claim.token = lease.token
-                async with lease.renewed(claim):
-                    yield claim
+        async with self._shared() as link:
+            lease = self._lease(link, self._names, address, waits=wait_s > 0, anew=anew)
+
+            async def read() -> Record | None:
+                async with link.turn() as turn:
+                    return await self._get(turn, address)
+
+            try:
+                async with claiming(lease.attempt, partial(lease.look, read), lease.pause, wait_s, anew) as claim:
+                    lease.stop_waiting()
+                    if not claim.held:
+                        yield claim
+                        return
+                    claim.token = lease.token
+                    async with lease.renewed(claim):
+                        yield claim
+            finally:
+                lease.stop_waiting()
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
         # No link is held while the reader has a record in hand: it may never come back for the next.
@@ -155,6 +185,26 @@ class RedisStore(StoreDefaults):
             for start in range(0, len(fresh), _PAGE):
                 for record in await self._page(fresh[start : start + _PAGE], key):
                     yield record
+
+    async def stats(self) -> StoreStats:
+        """Return how many records there are, and what else this prefix has."""
+        counts: Counter[str] = Counter()
+        size, cursor = 0, b"0"
+        while True:
+            async with self._link() as link:
+                cursor, names = await link.call(b"SCAN", cursor, b"MATCH", self._names.everything, b"COUNT", 512)
+                kinds = {name: self._names.kind(name) for name in names}
+                records = [name for name, kind in kinds.items() if kind == "record"]
+                size += await link.run(SIZES, records) if records else 0
+            counts.update(kinds.values())
+            if cursor == b"0":
+                return StoreStats(
+                    records=counts["record"],
+                    bytes=size,
+                    set_aside=counts["set-aside"],
+                    locks=counts["lease"],
+                    other_schemas=counts["another version's record"],
+                )
 
     async def _digests(self, key: CacheKey | None, cursor: bytes) -> tuple[bytes | None, list[bytes]]:
         """Return some digests, and where to go on, if there are more."""
@@ -175,20 +225,18 @@ class RedisStore(StoreDefaults):
             if gone and key is not None:  # expired, most likely
                 index = names.index(key_digest(key))
                 await _if_possible(link.run(FORGET, [index, *(names.records + digest for digest in gone)], *gone))
-            for digest in digests:
-                record = await self._believe(link, digest, found[digest], key)
-                if record is not None:
-                    records.append(record)
+            there = [(digest, found[digest]) for digest in digests if found[digest] is not None]
+            for (digest, value), read in zip(there, await _read(there), strict=True):
+                if isinstance(read, Record):
+                    records.append(read)
+                else:
+                    await self._reject(link, digest, value, read, key)
         return records
 
-    async def _believe(self, link: Link, digest: bytes, found: Any, key: CacheKey | None) -> Record | None:
-        """Return the record that was found; what is none is set aside, and told."""
-        if found is None:
-            return None
-        try:
-            return _read(found, digest)
-        except RecordError as error:
-            reason = str(error)
+    async def _reject(self, link: Turn, digest: bytes, found: Any, error: RecordError, key: CacheKey | None) -> None:
+        """Set aside what is not a record, and tell of it; another version's is left alone."""
+        if isinstance(error, OtherSchemaError):
+            return
         names, tagged = self._names, tag(found)
         keys = [names.records + digest, names.index_of(digest), names.set_aside(digest, tagged)]
         did = await _if_possible(link.run(SET_ASIDE, keys, tagged, digest))
@@ -196,8 +244,7 @@ class RedisStore(StoreDefaults):
             self._told.add((digest, tagged))
             did = 1
         if did:  # where somebody else did it, they tell
-            self._tell(digest, reason, key)
-        return None
+            self._tell(digest, str(error), key)
 
     def _tell(self, digest: bytes, reason: str, key: CacheKey | None) -> None:
         where = f"{(self._names.records + digest).decode(errors='replace')} in {self.location}"
@@ -208,14 +255,20 @@ def _loop() -> object:
     return current_token().native_token
 
 
-def _read(found: Any, digest: bytes) -> Record:
-    if not isinstance(found, bytes):
-        kind, size = found
-        raise RecordError(f"it is a {kind.decode()}" + (f" of {size:,} bytes" if size else "") + ", and no record")
-    record = Record.from_json(found)
-    if record.address.digest.encode() != digest:
-        raise RecordError("it is the record of another address")
-    return record
+async def _read(values: list[tuple[bytes, Any]]) -> list[Record | RecordError]:
+    """Return the records that some values are, or what is wrong with each, in a thread."""
+    return await run_in_thread("reading records", lambda: [_record(digest, value) for digest, value in values])
+
+
+def _record(digest: bytes, value: Any) -> Record | RecordError:
+    if not isinstance(value, bytes):
+        kind, size = value
+        return RecordError(f"it is a {kind.decode()}" + (f" of {size:,} bytes" if size else "") + ", not a record")
+    try:
+        record = Record.from_json(value)
+    except RecordError as error:
+        return error
+    return record if record.address.digest.encode() == digest else RecordError("it is the record of another address")
 
 
 async def _if_possible(doing: Awaitable[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from anyio import BrokenResourceError, ClosedResourceError, EndOfStream
 from coredis.exceptions import (
     AuthenticationFailureError,
     AuthenticationRequiredError,
@@ -17,7 +18,11 @@ from coredis.exceptions import (
 from asel.redaction import redact
 from asel.stores.targets import Target
 
-__all__ = ["explain"]
+__all__ = ["CHANNEL_RIGHTS", "RIGHTS", "explain"]
+
+# New users have all channels in Redis 6 and none in Redis 7. Redis 6 rejects a pattern beside "all", hence the reset.
+CHANNEL_RIGHTS = "resetchannels &{prefix}:* +@pubsub"
+RIGHTS = "~{prefix}:* +@connection +@scripting +@read +@write " + CHANNEL_RIGHTS
 
 # The class coredis gives it, the words Redis itself begins with (a script's error has them inside), and ours.
 _MEANINGS: list[tuple[type[Exception] | None, str, str]] = [
@@ -26,8 +31,7 @@ _MEANINGS: list[tuple[type[Exception] | None, str, str]] = [
     (
         AuthorizationError,
         "NOPERM|The user executing the script can't|ACL failure in script:",
-        "does not allow this user what asel needs: grant ~{prefix}:* &{prefix}:*"
-        " +@connection +@scripting +@read +@write +@pubsub",
+        f"does not allow this user what asel needs: grant {RIGHTS}",
     ),
     (None, "OOM", "is full: raise its maxmemory, let it evict, or have records expire with expire_s= in the URL"),
     (ReadOnlyError, "READONLY", "is a read-only replica: give the address of the primary"),
@@ -35,6 +39,7 @@ _MEANINGS: list[tuple[type[Exception] | None, str, str]] = [
     (None, "NOREPLICAS", "lacks replicas and refuses writes: see its min-replicas-to-write"),
     (BusyLoadingError, "LOADING", "is still loading its data: it will answer soon"),
     (None, "BUSY", "is busy with somebody's script: it will answer when that ends"),
+    (None, "max number of clients", "has no room for another connection: raise its maxclients"),
     (RedisClusterError, "MOVED", "is part of a cluster, which asel does not speak to: give a single Redis"),
     (UnknownCommandError, "NOPROTO", "is too old: asel needs Redis 6 or later, with scripts"),
 ]
@@ -54,9 +59,21 @@ def explain(error: Exception, target: Target, *, is_greeting: bool = False) -> s
         return f"has no database {target.db}: give a lower one after the host in the URL"
     if isinstance(error, OSError):
         return f"cannot be reached: {said}"
+    if is_greeting and _is_loss(error):
+        return (
+            "closed the connection during the greeting: it may be restarting, have no room for more clients"
+            " (maxclients), or want TLS (rediss://)"
+        )
     if is_greeting:
         return f"did not answer as a Redis of version 6 or later does ({type(error).__name__}): is it one?"
     return f"failed: {said}"
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    # coredis raises the same error for a lost connection and for a greeting it cannot parse.
+    while error is not None and not isinstance(error, EndOfStream | BrokenResourceError | ClosedResourceError):
+        error = error.__cause__
+    return error is not None
 
 
 def _words(error: BaseException) -> str:

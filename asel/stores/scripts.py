@@ -23,6 +23,8 @@ __all__ = [
     "RELEASE",
     "RENEW",
     "SET_ASIDE",
+    "SIZES",
+    "UNPUBLISHED",
     "Names",
     "Script",
     "tag",
@@ -44,6 +46,7 @@ class Names:
     """The keys of one prefix; another version of the schema has others."""
 
     def __init__(self, prefix: str) -> None:
+        self._prefix = f"{prefix}:".encode()
         self._root = f"{prefix}:{records.SCHEMA}:"
         self.records = self._name("record", "")
 
@@ -52,6 +55,19 @@ class Names:
 
     def record(self, address: Address) -> bytes:
         return self.records + address.digest.encode()
+
+    @property
+    def everything(self) -> bytes:
+        """The pattern of all keys of the prefix, of every version."""
+        return self._prefix + b"*"
+
+    def kind(self, name: bytes) -> str:
+        """Return what a key of the prefix is: `record`, `lease`, `set-aside`, ..."""
+        kind = name.removeprefix(self._root.encode())
+        if kind != name:
+            return kind.partition(b":")[0].decode()
+        is_record = name.removeprefix(self._prefix).split(b":")[1:2] == [b"record"]
+        return "another version's record" if is_record else ""
 
     def index(self, key_digest: str) -> bytes:
         """The digests of the addresses that one key has records for."""
@@ -78,6 +94,25 @@ def tag(found: Any) -> bytes:
     kind, size = found
     return b"%b:%d" % (kind, size)
 
+
+# Returned by a script that did its work but was not allowed to publish: the user has no rights to the channel.
+UNPUBLISHED = 2
+
+# Bad records are kept for people to look at: for a week.
+_KEEP_ASIDE = f"""
+local function set_aside(key, aside)
+  redis.call('RENAME', key, aside)
+  redis.call('PEXPIRE', aside, {7 * 24 * 3600 * 1000})
+end
+"""
+
+_PUBLISH = f"""
+local function publish(channel, text, published)
+  local answer = redis.pcall('PUBLISH', channel, text)
+  if type(answer) == 'table' and answer.err then return {UNPUBLISHED} end
+  return published
+end
+"""
 
 # `look` gives a record's text; of what cannot be one, its type and size, so that it is never sent.
 _LOOK = f"""
@@ -107,38 +142,40 @@ return found
 """
 )
 
-# Returns what is stored instead, or nothing if ours is.
+# Returns what is stored instead; nothing, or UNPUBLISHED, if ours is.
 PUT = Script(
     _LOOK
+    + _KEEP_ASIDE
+    + _PUBLISH
     + """
 local record, index, lease, aside, index_aside = unpack(KEYS)
 local text, digest, replace, token, expire_ms, bad, wake = unpack(ARGV)
 local found, expire = look(record), tonumber(expire_ms)
-local set_aside = found and bad ~= '' and tag(found) == bad
-if found and not set_aside then
+local is_bad = found and bad ~= '' and tag(found) == bad
+if found and not is_bad then
   if replace == '0' or (token ~= '' and not is(lease, token)) then return found end
 end
 local kind = redis.call('TYPE', index).ok
-if kind ~= 'none' and kind ~= 'set' then redis.call('RENAME', index, index_aside) end
+if kind ~= 'none' and kind ~= 'set' then set_aside(index, index_aside) end
 local left = redis.call('PTTL', index)
 redis.call('SADD', index, digest)
 -- The index lasts as long as the last of its records.
 if expire == 0 then redis.call('PERSIST', index)
 elseif left == -2 or (left >= 0 and left < expire) then redis.call('PEXPIRE', index, expire) end
-if set_aside then redis.call('RENAME', record, aside) end
+if is_bad then set_aside(record, aside) end
 if expire == 0 then redis.call('SET', record, text)
 else redis.call('SET', record, text, 'PX', expire) end
-redis.call('PUBLISH', wake, 'stored')
-return false
+return publish(wake, 'stored', false)
 """
 )
 
 SET_ASIDE = Script(
     _LOOK
+    + _KEEP_ASIDE
     + """
 local found = look(KEYS[1])
 if not found or tag(found) ~= ARGV[1] then return 0 end
-redis.call('RENAME', KEYS[1], KEYS[3])
+set_aside(KEYS[1], KEYS[3])
 if redis.call('TYPE', KEYS[2]).ok == 'set' then redis.call('SREM', KEYS[2], ARGV[2]) end
 return 1
 """
@@ -154,6 +191,14 @@ if redis.call('TYPE', KEYS[2]).ok == 'set' then redis.call('SREM', KEYS[2], ARGV
 return 1
 """
 )
+
+SIZES = Script("""
+local size = 0
+for _, key in ipairs(KEYS) do
+  if redis.call('TYPE', key).ok == 'string' then size = size + redis.call('STRLEN', key) end
+end
+return size
+""")
 
 MEMBERS = Script("return redis.call('TYPE', KEYS[1]).ok == 'set' and redis.call('SMEMBERS', KEYS[1]) or {}")
 
@@ -178,14 +223,30 @@ return 0
 """
 )
 
-RENEW = Script(_LOOK + "return is(KEYS[1], ARGV[1]) and redis.call('PEXPIRE', KEYS[1], ARGV[2]) or 0")
+# A lease that Redis lost in a restart, or that expired while Redis was unreachable, is taken again if it is free. It
+# keeps others from tuning, but under another token, because a claim that was lost must not replace newer records.
+_AGAIN = """
+local function is_ours(key, token) return is(key, token) or is(key, token .. ':again') end
+"""
+
+RENEW = Script(
+    _LOOK
+    + _AGAIN
+    + """
+if is_ours(KEYS[1], ARGV[1]) then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('SET', KEYS[1], ARGV[1] .. ':again', 'PX', ARGV[2])
+return 1
+"""
+)
 
 RELEASE = Script(
     _LOOK
+    + _AGAIN
+    + _PUBLISH
     + """
-if not is(KEYS[1], ARGV[1]) then return 0 end
+if not is_ours(KEYS[1], ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[1])
-redis.call('PUBLISH', ARGV[2], 'released')
-return 1
+return publish(ARGV[2], 'released', 1)
 """
 )
