@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import operator
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from typing_extensions import TypedDict
 from asel.errors import InvalidRequestError
 from asel.kernel import Cfg
 from asel.redaction import redact
+from asel.stores import strict_json
 from asel.stores.records import RecordError
 
 __all__ = ["Codec"]
@@ -53,7 +53,7 @@ class Codec(Generic[Cfg]):
             InvalidRequestError: it has none, or would not come back equal.
         """
         try:
-            value = json.loads(json.dumps(self._spelt(cfg), allow_nan=False))
+            value = strict_json.loads(strict_json.dumps(self._spelt(cfg)))
             back = cfg if self._adapter is None or self._loader is not None else self.load(value)
             fits = type(back) is type(cfg) and bool(back == cfg)
         except Exception as error:  # a dumper is the user's own, and may raise anything
@@ -69,8 +69,8 @@ class Codec(Generic[Cfg]):
         known: dict[str, Cfg] = {}
         for cfg in among:
             with suppress(InvalidRequestError):
-                known.setdefault(json.dumps(self.dump(cfg), sort_keys=True), cfg)
-        return lambda value: known.get(json.dumps(value, sort_keys=True), value)
+                known.setdefault(strict_json.dumps(self.dump(cfg)), cfg)
+        return lambda value: known.get(strict_json.dumps(value), value)
 
     def _spelt(self, cfg: Cfg) -> Any:
         if self._dumper is not None:
@@ -93,7 +93,7 @@ class Codec(Generic[Cfg]):
         if self._adapter is None:
             return value  # type: ignore[no-any-return]
         try:
-            cfg: Cfg = self._adapter.validate_json(json.dumps(value), strict=True)
+            cfg: Cfg = self._adapter.validate_json(strict_json.dumps(value), strict=True)
             # pydantic leaves out what a type does not know; a field that is gone meant something once.
             lost = _lost(value, _jsonable(cfg)) if self._dumper is None else None
         except ValidationError as error:

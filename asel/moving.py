@@ -10,7 +10,8 @@ import datetime
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -20,19 +21,20 @@ from typing import IO, Any
 from asel.errors import InvalidRequestError, StoreError
 from asel.redaction import redact
 from asel.stores import records
+from asel.stores.document import write_document
 from asel.stores.document_format import (
     FOOTER,
-    Contents,
     Found,
+    Line,
     bare_lines,
     header,
+    in_order,
     is_header,
-    parse,
     read_facts,
     read_lines,
+    read_whole,
     records_in,
 )
-from asel.stores.files import opened, overwrite
 from asel.stores.protocol import Change, Changed, Store, StoreDefaults
 from asel.stores.records import MOST_BYTES, Address, Record, RecordError
 from asel.threads import run_in_thread
@@ -43,8 +45,9 @@ __all__ = ["Imported", "export", "export_to", "import_", "prune"]
 _STEP = 16
 # Records that a thread reads in one go.
 _READ = 256
-# Records that are changed in one go: a document is rewritten once for each of these.
+# Records that are changed in one go: a document is rewritten once for each page.
 _PAGE = 4096
+_PAGE_BYTES = 64 << 20
 # A document that was formatted by somebody else has to be read as a whole.
 _MAX_WHOLE_BYTES = 256 << 20
 
@@ -65,40 +68,35 @@ class Imported:
 
 async def export(store: Store, filter: Callable[[Record], bool] | None) -> dict[str, Any]:
     """Return a store's records as a document."""
-    exported: list[tuple[Address, dict[str, Any]]] = []
+    exported: dict[Address, dict[str, Any]] = {}
 
     def add(step: list[Record]) -> None:
-        exported.extend((record.address, record.to_facts()) for record in step)
+        exported.update((record.address, record.to_facts()) for record in step)
 
     async for step in _steps(store, filter):
         await run_in_thread("exporting", partial(add, step))
-    await run_in_thread("exporting", partial(exported.sort, key=lambda one: one[0]))
-    return {"asel": records.SCHEMA, "records": [facts for _, facts in exported]}
+    in_turn = await run_in_thread("exporting", lambda: [exported[address] for address in in_order(exported)])
+    return {"asel": records.SCHEMA, "records": in_turn}
 
 
 async def export_to(store: Store, path: str | os.PathLike[str], filter: Callable[[Record], bool] | None) -> int:
     """Write a store's records to a file as a document, in one step; return how many there are."""
     target = _absolute(path)
-    if str(target) == store.location:
+    if await run_in_thread("exporting", lambda: os.path.realpath(target) == os.path.realpath(store.location)):
         raise InvalidRequestError(f"{target} is where the records are; export them to another file")
     with tempfile.TemporaryFile() as spool:
-        places: list[tuple[Address, int, int]] = []
+        places: dict[Address, tuple[int, int]] = {}
 
         def add(step: list[Record]) -> None:
             for record in step:
-                line = record.to_json().encode()
-                places.append((record.address, spool.tell(), len(line)))
+                line = record.line().encode()
+                places[record.address] = spool.tell(), len(line)
                 spool.write(line)
-
-        def write() -> None:
-            places.sort()
-            with opened(target.parent, make=True) as directory:
-                overwrite(target.name, _document(spool, places), directory)
 
         try:
             async for step in _steps(store, filter):
                 await run_in_thread("exporting", partial(add, step))
-            await run_in_thread("exporting", write)
+            await run_in_thread("exporting", lambda: write_document(target, _document(spool, places)))
         except StoreError:
             raise
         except OSError as error:
@@ -106,22 +104,26 @@ async def export_to(store: Store, path: str | os.PathLike[str], filter: Callable
         return len(places)
 
 
-def _document(spool: IO[bytes], places: list[tuple[Address, int, int]]) -> Iterator[bytes]:
+def _document(spool: IO[bytes], places: dict[Address, tuple[int, int]]) -> Iterator[bytes]:
     yield header()
-    for number, (_, offset, size) in enumerate(places):
+    separator = b""
+    for address in in_order(places):
+        offset, size = places[address]
         spool.seek(offset)
-        yield (b",\n" if number else b"") + spool.read(size)
+        yield separator + spool.read(size)
+        separator = b",\n"
     yield FOOTER
 
 
 async def _steps(store: Store, filter: Callable[[Record], bool] | None) -> AsyncIterator[list[Record]]:
     step: list[Record] = []
-    async for record in store.records():
-        if filter is None or filter(record):
-            step.append(record)
-        if len(step) == _STEP:
-            yield step
-            step = []
+    async with aclosing(store.records()) as listing:  # type: ignore[type-var]
+        async for record in listing:
+            if filter is None or filter(record):
+                step.append(record)
+            if len(step) == _STEP:
+                yield step
+                step = []
     yield step
 
 
@@ -161,8 +163,10 @@ class _Import:
     async def take(self, found: Iterator[Found]) -> None:
         page: dict[Address, Change] = {}
         while (changes := await run_in_thread("importing", partial(self._next, found))) is not None:
-            page.update((change.address, change) for change in changes)
-            if len(page) >= _PAGE:
+            for change in changes:
+                if page.setdefault(change.address, change) is not change:
+                    self.skipped.append((change.address, "it is in the document twice"))
+            if _is_full(page.values()):
                 await self._put(list(page.values()))
                 page = {}
         await self._put(list(page.values()))
@@ -174,16 +178,16 @@ class _Import:
             self.mismatched += ((bad.where, bad.reason) for bad in step.rejected)
             other = f"it is of another version, and this asel reads version {records.SCHEMA}"
             self.mismatched += ((f"a record of {len(text)} bytes", other) for text in step.foreign)
-            changes += (Change.put(record) for record in step.records if self._fits(record))
-            if len(changes) >= _READ:
+            changes += (Change(line.address, line.text) for line in step.lines if self._fits(line))
+            if len(changes) >= _READ or _is_full(changes):
                 return changes
         return changes or None
 
-    def _fits(self, record: Record) -> bool:
+    def _fits(self, line: Line) -> bool:
         try:
-            self.load(record.cfg)
+            self.load(line.cfg)
         except RecordError as error:
-            self.mismatched.append((f"the record of {record.key}", redact(error)))
+            self.mismatched.append((f"the record of {line.address.key}", redact(error)))
             return False
         return True
 
@@ -219,21 +223,14 @@ def _found_in_file(file: IO[bytes], where: str) -> Iterator[Found]:
         whole = first + file.read(_MAX_WHOLE_BYTES)
         if len(whole) > _MAX_WHOLE_BYTES:
             raise RecordError(f"{where} has over {_MAX_WHOLE_BYTES:,} bytes, and not a record a line")
-        contents = parse(whole, where, {})
-        if not contents.lines and not contents.foreign and contents.rejected:
-            raise RecordError(contents.rejected[0].reason)
-        yield from _found_in(contents)
+        found = read_whole(whole, where)
+        if not found.lines and not found.foreign and found.rejected:
+            raise RecordError(found.rejected[0].reason)
+        yield found
         return
     lines = bare_lines(iter(partial(file.readline, MOST_BYTES + 2), b""), 2)
     while step := list(islice(lines, _STEP)):
         yield read_lines(step, where)
-
-
-def _found_in(contents: Contents) -> Iterator[Found]:
-    lines = iter(contents.lines.values())
-    while step := [Record.from_json(line) for line in islice(lines, _STEP)]:
-        yield Found(step)
-    yield Found(foreign=contents.foreign, rejected=contents.rejected)
 
 
 # Away.
@@ -264,7 +261,7 @@ async def prune(
     deleted = 0
     async for step in _steps(store, is_condemned):
         page += await run_in_thread("pruning", partial(_deletions, step))
-        if len(page) >= _PAGE:
+        if _is_full(page):
             deleted += _count(await _apply(store, page))
             page = []
     return deleted + _count(await _apply(store, page))
@@ -272,6 +269,13 @@ async def prune(
 
 def _deletions(step: list[Record]) -> list[Change]:
     return [Change.delete(record.address, expected=record) for record in step]
+
+
+def _is_full(changes: Collection[Change]) -> bool:
+    """Tell whether enough changes for one go have come together."""
+    if len(changes) >= _PAGE:
+        return True
+    return sum(len(change.line) + len(change.expected) for change in changes) > _PAGE_BYTES
 
 
 def _count(changes: list[Changed]) -> int:

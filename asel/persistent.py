@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
 import platformdirs
 
@@ -28,7 +27,7 @@ from asel.moving import Imported
 from asel.outcomes import TuneReport
 from asel.persistence import Sought, Stored
 from asel.redaction import redact
-from asel.stores import open_store
+from asel.stores import open_store, strict_json
 from asel.stores.protocol import Claim, Store, StoreDefaults, StoreStats
 from asel.stores.records import MOST_BYTES, Address, Record, RecordError, Rejected, environment_digest, log_rejected
 from asel.threads import run_in_thread
@@ -38,10 +37,6 @@ __all__ = ["PersistentCache"]
 logger = logging.getLogger("asel")
 _NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
 _PROCESS = uuid.uuid4().hex[:12]
-# A config takes some 20 us to be read or written, so that many take a millisecond.
-_FEW_CONFIGS = 64
-
-T = TypeVar("T")
 
 
 def _writer() -> str:
@@ -54,8 +49,9 @@ class PersistentCache(Generic[Cfg]):
     `path` is a directory, a `*.json` document, a `redis://` or `rediss://` URL, or a store; without it,
     a directory named `opname` under `ASEL_CACHE_DIR` or the platform's cache directory. Configs are
     written by `dumper`, or as the dataclass, pydantic model or JSON value they are, and come back by
-    `loader`, or as `cfg_type`, or as JSON values. `shipped` are stores that are only read, and only where
-    `path` has nothing. With `async with`, connections stay open meanwhile; without it, everything works.
+    `loader`, or as `cfg_type`, or as JSON values; `loader` and `dumper` are called in threads. `shipped` are
+    stores that are only read, and only where `path` has nothing. With `async with`, connections stay open
+    meanwhile; without it, everything works.
     """
 
     has_claims = True
@@ -127,7 +123,7 @@ class PersistentCache(Generic[Cfg]):
         """
         record = Record(
             key=CacheKey(device, op_id, call_key),
-            cfg=self._codec.dump(cfg),
+            cfg=await run_in_thread("writing a config", partial(self._codec.dump, cfg)),
             environment={},
             created=time.time(),
             writer=_writer(),
@@ -158,7 +154,7 @@ class PersistentCache(Generic[Cfg]):
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
         """Store a tune's result; if another was first, return what it stored."""
         among = tuple(outcome.cfg for outcome in report.outcomes)
-        record = await self._off_loop(len(among), partial(self._record_of, report))
+        record = await run_in_thread("writing a config", partial(self._record_of, report))
         kept = await self.store.put(record, replace=replace, claim=claim)
         if kept == record:
             return Stored(report.winner, report, record=record)
@@ -184,7 +180,7 @@ class PersistentCache(Generic[Cfg]):
             found = (self._report(record, sought.among) for record in records)
             return [report for report in found if report is not None]
 
-        return await self._off_loop(sum(map(_outcomes, records)), read)
+        return await run_in_thread("reading reports", read)
 
     async def withdraw(self, stored: Stored[Cfg]) -> bool:
         """Remove a record that proved wrong, if it is still the one that was found; return whether it did."""
@@ -276,14 +272,10 @@ class PersistentCache(Generic[Cfg]):
         """Return the newest record that can be used; what is wrong with newer ones is told."""
         newest_first = sorted(records, key=lambda record: record.created, reverse=True)
         for record in newest_first:
-            read = await self._off_loop(_outcomes(record), partial(self._read, record, among))
+            read = await run_in_thread("reading a config", partial(self._read, record, among))
             if (stored := self._told_of(record, read)) is not None:
                 return stored
         return None
-
-    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Return what some work with `size` configs returns, from a thread if they are many."""
-        return work() if size <= _FEW_CONFIGS else await run_in_thread("reading and writing configs", work)
 
     def _read(self, record: Record, among: tuple[Cfg, ...]) -> Stored[Cfg] | Rejected:
         try:
@@ -301,7 +293,7 @@ class PersistentCache(Generic[Cfg]):
             return True
         for one in among:  # a loader may make something else of it than the candidate it was
             with suppress(InvalidRequestError):
-                if self._codec.dump(one) == value:
+                if strict_json.dumps(self._codec.dump(one)) == strict_json.dumps(value):  # 1 and 1.0 differ
                     return True
         return False
 
@@ -336,7 +328,7 @@ class PersistentCache(Generic[Cfg]):
         if len(text) > MOST_BYTES // 2:  # compilers' errors have no bound
             logger.debug("stored without its report, which has %d bytes", len(text))
             return None
-        spelt: dict[str, Any] = json.loads(text)
+        spelt: dict[str, Any] = strict_json.loads(text)
         return spelt
 
     def _report(self, record: Record, among: tuple[Cfg, ...]) -> TuneReport[Cfg] | None:
@@ -365,11 +357,6 @@ class PersistentCache(Generic[Cfg]):
     def _reject(self, rejected: Rejected) -> None:
         for listener in list(self._listeners) or [log_rejected]:
             listener(rejected)
-
-
-def _outcomes(record: Record) -> int:
-    outcomes = (record.report or {}).get("outcomes")
-    return len(outcomes) if isinstance(outcomes, list) else 0
 
 
 def _default_root() -> Path:

@@ -263,7 +263,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     anyio.run(scene)
-    assert {path.name for path in Path(tmp_path).iterdir()} == {"cache", "export.json"}
+    assert {path.name for path in Path(tmp_path).iterdir()} == {"cache", "export.json", ".export.json.lock"}
 
 
 def test_a_failing_store_ends_a_batch_with_its_own_error(tmp_path):

@@ -299,23 +299,37 @@ def test_a_document_keeps_the_newest_copies(tmp_path, monkeypatch):
     assert copies == {"c.json.bad-3": "bad 3", "c.json.bad-4": "bad 4", "c.json.bad-5": "bad 5"}
 
 
+def stale_locks(folder, count):
+    """Leave lock files as killed holders do; return their names, oldest first."""
+    names = [f"{record(checksum=f'stale {number}').address.digest}.schema-2.lock" for number in range(count)]
+    for number, name in enumerate(names):
+        (folder / name).touch()
+        os.utime(folder / name, (2**31 + number,) * 2)  # newer than any that is held
+    return names
+
+
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
 def test_stale_locks_are_removed_oldest_first_and_held_ones_never(tmp_path, monkeypatch, name):
-    """Holders that were killed leave files; a bounded number of them stays."""
+    """Holders that were killed leave files, of which a bounded number stays; files of others all do."""
     store = PersistentCache("toy", tmp_path / name).store
     monkeypatch.setattr(file_claims.remove_stale_locks, "__defaults__", (3,))
-    held = record(checksum="held")
+    held = record(checksum="held").address
 
     async def scene():
-        async with store.claim(held.address):
+        async with store.claim(held):
             [folder] = {path.parent for path in tmp_path.rglob("*.lock")}
-            for number in range(10):
-                (folder / f"stale-{number}.lock").touch()
-                os.utime(folder / f"stale-{number}.lock", (2**31 + number,) * 2)  # newer than the one that is held
+            stale = stale_locks(folder, 10)
+            own = [folder / f"report {number}.pdf" for number in range(10)]
+            for path in own:
+                path.touch()
             stats = await store.stats()
-            left = sorted(path.name for path in folder.iterdir() if path.name.startswith("stale"))
-            assert left == ["stale-7.lock", "stale-8.lock", "stale-9.lock"][-stats.locks + 1 :]
-            async with store.claim(held.address) as second:
+            # The oldest eight were to go; one of them is held.
+            assert sorted(path.name for path in folder.glob("*.lock")) == sorted(
+                [f"{held.digest}.schema-2.lock", *stale[7:]]
+            )
+            assert stats.locks == 4
+            assert all(path.exists() for path in own)
+            async with store.claim(held) as second:
                 assert not second.held
 
     anyio.run(scene)
@@ -327,8 +341,7 @@ def test_claims_remove_stale_locks_now_and_then(tmp_path, monkeypatch):
     store = DirectoryStore(tmp_path)
     folder = tmp_path / "claims"
     folder.mkdir()
-    for number in range(300):
-        (folder / f"stale-{number}.lock").touch()
+    stale_locks(folder, 300)
 
     async def scene():
         async with store.claim(record().address) as claim:
@@ -336,6 +349,27 @@ def test_claims_remove_stale_locks_now_and_then(tmp_path, monkeypatch):
 
     anyio.run(scene)
     assert len(list(folder.iterdir())) == file_claims.MAX_LOCK_FILES
+
+
+def test_a_users_own_files_in_the_folder_of_bad_files_stay(tmp_path, monkeypatch):
+    """Only what asel has put there is removed."""
+    monkeypatch.setattr(files.trim, "__kwdefaults__", {"max_files": 1, "max_bytes": 1})
+    store = DirectoryStore(tmp_path)
+    store.on_rejected = lambda rejected: None
+    own = tmp_path / "set-aside" / "notes.txt"
+    own.parent.mkdir()
+    own.touch()
+
+    async def scene():
+        for number in range(3):
+            await store.put(record())
+            [path] = tmp_path.glob("schema-2/??/*.json")
+            path.write_text(f"bad {number}")
+            await store.get(record().address)
+
+    anyio.run(scene)
+    assert [path.read_text() for path in own.parent.iterdir() if path != own] == ["bad 2"]
+    assert own.exists()
 
 
 def test_stats_tell_what_lies_in_a_store(make_store, version, tmp_path):

@@ -38,6 +38,8 @@ def open_store(location: Any, *, read_only: bool = False) -> Store:
     """
     if isinstance(location, os.PathLike):
         location = os.fspath(location)
+    if isinstance(location, str) and "\0" in location:
+        raise InvalidRequestError("a path with a NUL character in it is not a store; use a path, or a redis:// URL")
     if isinstance(location, str) and location:
         if location.startswith(("redis://", "rediss://")):
             from asel.stores.redis import RedisStore  # needs the extra asel[redis]

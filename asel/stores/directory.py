@@ -35,7 +35,7 @@ from asel.stores.files import (
     sizes_in,
     sweep,
 )
-from asel.stores.protocol import Change, Changed, Claim, StoreStats
+from asel.stores.protocol import READ_BATCH, Change, Changed, Claim, StoreStats
 from asel.stores.records import (
     Address,
     OtherSchemaError,
@@ -49,9 +49,6 @@ from asel.stores.records import (
 
 __all__ = ["DirectoryStore"]
 
-# Records are read a few at a time: more of them at once would be moved on by the garbage collector, whose next
-# look at everything stops all threads.
-_READ_BATCH = 16
 _WRITE_BATCH = 256
 _TRIES = 8
 
@@ -110,8 +107,11 @@ class DirectoryStore:
         places = await in_thread(self.location, "listing", partial(self._shards, key))
         for shard in places:
             names = await in_thread(self.location, "listing", partial(self._names, shard, key))
-            for start in range(0, len(names), _READ_BATCH):
-                batch = partial(self._read_all, shard, names[start : start + _READ_BATCH])
+            if isinstance(names, Rejected):
+                self.on_rejected(names)
+                continue
+            for start in range(0, len(names), READ_BATCH):
+                batch = partial(self._read_all, shard, names[start : start + READ_BATCH])
                 for found in await in_thread(self.location, "reading from", batch):
                     if isinstance(found, Rejected):
                         self.on_rejected(found)
@@ -165,7 +165,7 @@ class DirectoryStore:
                 except RecordError as error:
                     stays = isinstance(error, OtherSchemaError) and not in_the_way
                     return None if stays else reject(file, str(error))
-                if address is not None and record.address != address:
+                if f"{record.address.digest}.json" != name:
                     return reject(file, "it is the record of another address")
                 return record
         except FileNotFoundError:
@@ -204,7 +204,7 @@ class DirectoryStore:
         except FileNotFoundError:
             return []
 
-    def _names(self, shard: str, key: CacheKey | None = None) -> list[str]:
+    def _names(self, shard: str, key: CacheKey | None = None) -> list[str] | Rejected:
         """Return the names of a shard's records; what dead writers left there is removed."""
         start = "" if key is None else key_digest(key)
         try:
@@ -214,21 +214,25 @@ class DirectoryStore:
                     sweep(filter(is_temporary, names), directory)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except PermissionError as error:  # somebody's own directory in a cache for all costs itself alone
+            return Rejected(self._where(shard, ""), str(error), key)
         return [name for name in names if name.endswith(".json") and name.startswith(start) and not is_temporary(name)]
 
     def _stats(self) -> StoreStats:
         claims = self.root / "claims"
         if not self.read_only:
             remove_stale_locks(claims)
-        shards = [(self._names(shard), _sizes(self.root / schema_name() / shard)) for shard in self._shards(None)]
+        shards = {shard: self._names(shard) for shard in self._shards(None)}
+        readable = {shard: names for shard, names in shards.items() if not isinstance(names, Rejected)}
+        files = {shard: _sizes(self.root / schema_name() / shard) for shard in readable}
         aside = _sizes(self.root / "set-aside")
         others = [*self.root.glob("??/*.json"), *self.root.glob("schema-*/??/*.json")]  # version 1 had no such folder
         return StoreStats(
-            records=sum(len(names) for names, _ in shards),
-            bytes=sum(sizes.get(name, 0) for names, sizes in shards for name in names),
+            records=sum(map(len, readable.values())),
+            bytes=sum(files[shard].get(name, 0) for shard, names in readable.items() for name in names),
             set_aside=len(aside),
             set_aside_bytes=sum(aside.values()),
-            temporary=sum(is_temporary(name) for _, sizes in shards for name in sizes),
+            temporary=sum(is_temporary(name) for sizes in files.values() for name in sizes),
             locks=len(lock_files(claims)),
             other_schemas=sum(path.parts[-3] != schema_name() for path in others),
         )
@@ -245,8 +249,8 @@ class DirectoryStore:
                 with self._shard(shard, make=puts) as directory:
                     for number, change in numbered:
                         results[number] = self._apply_in(directory, change, rejected)
-                    if any(results[number].done for number, _ in numbered):
-                        os.fsync(directory)
+                    if puts or any(results[number].done for number, _ in numbered):
+                        os.fsync(directory)  # also for one who was first, and may not have come to it yet
             except FileNotFoundError:
                 if puts:
                     raise
@@ -266,9 +270,11 @@ class DirectoryStore:
                 return Changed(change.line, True)
             found = self._read_in(directory, shard, name, change.address, in_the_way=True)
             if isinstance(found, Record):
-                return Changed(found.to_json(), False)
+                return Changed(found.line(), False)
             if found is not None:
                 rejected.append(found)
+                if found.where == self._where(shard, name):  # it could not be moved, and will not be next time
+                    break
         raise StoreError(
             f"{self._where(shard, name)} holds an unreadable file, and it could not be moved aside",
             location=self.location,

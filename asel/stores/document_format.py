@@ -11,11 +11,13 @@ as they are. A document that somebody has formatted in another way is read as we
 
 from __future__ import annotations
 
+import heapq
+import io
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from itertools import chain, islice, pairwise
+from typing import Any, NamedTuple
 
 from asel.stores import records, strict_json
 from asel.stores.records import Address, OtherSchemaError, Record, RecordError, Rejected
@@ -24,13 +26,16 @@ __all__ = [
     "FOOTER",
     "Contents",
     "Found",
+    "Line",
     "bare_lines",
     "compose",
     "header",
+    "in_order",
     "is_header",
     "parse",
     "read_facts",
     "read_lines",
+    "read_whole",
     "records_in",
 ]
 
@@ -43,13 +48,34 @@ def header() -> bytes:
     return b'{"asel": %d, "records": [\n' % records.SCHEMA
 
 
+class Line(NamedTuple):
+    """An intact record, as the line that a document keeps, and what else there is to know of it."""
+
+    address: Address
+    text: str
+    cfg: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What was read: records, lines of other versions, and what is wrong with the rest."""
 
-    records: list[Record] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
     foreign: list[bytes] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        """Read a record.
+
+        Raises:
+            RecordError: it is not one.
+        """
+        try:
+            record = Record.from_json(text)
+        except OtherSchemaError:
+            self.foreign.append(text.encode())
+        else:
+            self.lines.append(Line(record.address, record.line() if "\n" in text else text, record.cfg))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +89,37 @@ class Contents:
 
 def compose(contents: Contents) -> Iterator[bytes]:
     """Give a document piece by piece."""
-    lines = [*(contents.lines[address] for address in sorted(contents.lines)), *sorted(contents.foreign)]
+    lines = chain((contents.lines[address] for address in in_order(contents.lines)), sorted(contents.foreign))
     yield header()
-    for start in range(0, len(lines), 256):
-        yield (b",\n" if start else b"") + b",\n".join(lines[start : start + 256])
+    separator = b""
+    while some := b",\n".join(islice(lines, 256)):
+        yield separator + some
+        separator = b",\n"
     yield FOOTER
+
+
+def in_order(addresses: Iterable[Address]) -> Iterator[Address]:
+    """Give addresses sorted. One sort of tens of thousands would hold the interpreter lock for long."""
+    left = iter(addresses)
+    runs = []
+    while run := sorted(islice(left, 512)):
+        runs.append(run)
+    return heapq.merge(*runs)
 
 
 def parse(document: bytes, where: str, known: Mapping[bytes, Address]) -> Contents:
     """Return what a document holds; lines that are `known` from an earlier reading are not checked again."""
-    contents, fresh = Contents(), []
-    lines = document.split(b"\n")
-    if is_header(lines[0]):
-        for number, text in bare_lines(lines):
-            if (address := known.get(text)) is not None:
-                contents.lines[address] = text
-            else:
-                fresh.append((number, text))
-        found = read_lines(fresh, where)
-    else:
-        found = _read_whole(document, where)
-    contents.lines.update((record.address, record.to_json().encode()) for record in found.records)
+    contents, found = Contents(), Found()
+    with io.BytesIO(document) as lines:
+        if is_header(lines.readline()):
+            for number, text in bare_lines(lines, 2):
+                if (address := known.get(text)) is not None:
+                    contents.lines[address] = text
+                else:
+                    _read_line(number, text, where, found)
+        else:
+            found = read_whole(document, where)
+    contents.lines.update((line.address, line.text.encode()) for line in found.lines)
     contents.foreign.extend(found.foreign)
     contents.rejected.extend(found.rejected)
     return contents
@@ -94,7 +130,7 @@ def is_header(line: bytes) -> bool:
     return _HEADER.fullmatch(line.strip()) is not None
 
 
-def _read_whole(document: bytes, where: str) -> Found:
+def read_whole(document: bytes, where: str) -> Found:
     """Read a document that somebody has formatted, or whose first line is damaged."""
     try:
         return read_facts(records_in(strict_json.loads(document)), where)
@@ -124,12 +160,20 @@ def read_facts(many: Iterable[Any], where: str, first: int = 0) -> Found:
     found = Found()
     for number, facts in enumerate(many, first):
         try:
-            found.records.append(Record.from_facts(facts))
+            record = Record.from_facts(facts)
+            found.lines.append(Line(record.address, record.line(), record.cfg))
         except OtherSchemaError:
-            found.foreign.append(strict_json.dumps(facts).encode())
+            _add_foreign(facts, f"{where}, record {number}", found)
         except RecordError as error:
             found.rejected.append(Rejected(f"{where}, record {number}", str(error)))
     return found
+
+
+def _add_foreign(facts: Any, where: str, found: Found) -> None:
+    try:
+        found.foreign.append(strict_json.dumps(facts).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        found.rejected.append(Rejected(where, f"it is not JSON: {error}"))
 
 
 def bare_lines(lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, bytes]]:
@@ -144,14 +188,17 @@ def read_lines(lines: Iterable[tuple[int, bytes]], where: str) -> Found:
     """Read bare lines, each for itself."""
     found = Found()
     for number, text in lines:
-        try:
-            found.records.append(Record.from_json(text))
-        except OtherSchemaError:
-            found.foreign.append(text)
-        except RecordError as error:
-            if not _recover(text, found):
-                found.rejected.append(Rejected(f"{where}, line {number}", str(error)))
+        _read_line(number, text, where, found)
     return found
+
+
+def _read_line(number: int, text: bytes, where: str, found: Found) -> None:
+    try:
+        found.add(text.decode())
+    except ValueError as error:
+        if not _recover(text, found):
+            reason = str(error) if isinstance(error, RecordError) else f"it is not JSON: {error}"
+            found.rejected.append(Rejected(f"{where}, line {number}", reason))
 
 
 def _recover(text: bytes, found: Found) -> bool:
@@ -159,9 +206,7 @@ def _recover(text: bytes, found: Found) -> bool:
     pieces, lost = list(_pieces(text)), False
     for piece in pieces:
         try:
-            found.records.append(Record.from_json(piece))
-        except OtherSchemaError:
-            found.foreign.append(piece.encode())
+            found.add(piece)
         except RecordError:
             lost = True
     return bool(pieces) and not lost

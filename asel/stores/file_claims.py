@@ -1,8 +1,14 @@
-"""Claims as locks on files: tried and never waited for, and over with their process, however that ends."""
+"""Claims as locks on files: tried and never waited for, and over with their process, however that ends.
+
+The folder of the lock files is opened once, without following a link, and names are resolved inside it: whoever
+may write to a shared cache cannot have a lock made, or removed, anywhere else. `FileLock` works by path, so
+only filelock's lock on a descriptor is used here.
+"""
 
 from __future__ import annotations
 
-import errno
+import os
+import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +20,7 @@ import anyio
 import filelock
 
 from asel.errors import StoreError
-from asel.stores.files import in_thread
+from asel.stores.files import facts_of, in_thread, opened
 from asel.stores.protocol import Claim, claiming
 from asel.stores.records import Address, Record, schema_name
 
@@ -25,28 +31,42 @@ _PROMPT_S = 5.0
 # Holders that were killed leave their lock files behind. Above this number the stale ones are removed, oldest first:
 # with a process's first attempt, and then with one of as many.
 MAX_LOCK_FILES = 256
+_LOCK_NAME = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{16}\.[0-9a-f]{16}\.schema-[0-9]+\.lock")
 _attempts = count()
+# The descriptors of this process's locks. A forked child closes its copies, or it would hold its parent's claims.
+_descriptors: set[int] = set()
 
 
-class FileClaim:
-    """A lock on a file. It ends with its process, however that ends."""
+def _close_inherited() -> None:
+    while _descriptors:
+        with suppress(OSError):
+            os.close(_descriptors.pop())
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # Not per thread: taken in one and given back in another.
-        self._lock = filelock.UnixFileLock(path, thread_local=False, fallback_to_soft=False)
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+class FileLock:
+    """A lock on a file in a folder that is held open."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._file = self._folder = -1
+        self._process = os.getpid()
         self._mutex = threading.Lock()
         self._abandoned = False
 
-    def take(self) -> bool:
+    def take(self, folder: int) -> bool:
         """Return whether the lock is ours now."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)  # a lock need not outlive a power cut
-        if self._path.parent.is_symlink():  # planted: the lock would be made, and removed, somewhere else
-            raise OSError(errno.ELOOP, "the directory of the claims is a link", str(self._path.parent))
-        try:
-            self._lock.acquire(blocking=False)
-        except filelock.Timeout:
+        while (file := _locked(self._name, folder)) is not None:
+            if _is_named(file, self._name, folder):
+                break
+            _close(file)  # its holder has removed it just now
+        else:
             return False
+        self._file, self._folder = file, os.dup(folder)
+        _descriptors.add(self._folder)
         with self._mutex:
             if self._abandoned:
                 self.give_back()
@@ -59,9 +79,37 @@ class FileClaim:
 
     def give_back(self) -> None:
         """Remove the file and release it: whoever has it open finds a name that is gone, and tries again."""
+        if self._process != os.getpid():
+            return  # a forked child's copy, whose descriptors are closed
         with suppress(OSError):
-            self._path.unlink()
-        self._lock.release(force=True)
+            os.unlink(self._name, dir_fd=self._folder)
+        _close(self._folder)
+        _close(self._file)
+
+
+def _locked(name: str, folder: int) -> int | None:
+    """Return a descriptor of a file that is locked now, None if another holds it."""
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=folder)
+    _descriptors.add(file)
+    is_ours = False
+    try:
+        is_ours = filelock.lock_descriptor(file, blocking=False)
+    finally:
+        if not is_ours:
+            _close(file)
+    return file if is_ours else None
+
+
+def _is_named(file: int, name: str, folder: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(name, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _close(descriptor: int) -> None:
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
 
 
 @asynccontextmanager
@@ -74,16 +122,18 @@ async def file_claim(
     anew: bool,
 ) -> AsyncIterator[Claim]:
     """Hold a claim by a lock on a file; those who wait for it poll, and occupy no thread meanwhile."""
-    path = folder / f"{address.digest}.{schema_name()}.lock"
+    name = f"{address.digest}.{schema_name()}.lock"
     delays = chain((0.01, 0.015, 0.02, 0.03, 0.05), repeat(0.1))
 
     async def attempt() -> Callable[[], Awaitable[None]] | None:
-        lock = FileClaim(path)
+        lock = FileLock(name)
 
         def take() -> bool:
             if next(_attempts) % MAX_LOCK_FILES == 0:
                 remove_stale_locks(folder)
-            return lock.take()
+            folder.mkdir(parents=True, exist_ok=True)  # without a sync: a lock need not outlive a power cut
+            with opened(folder.parent) as parent, opened(folder.name, inside=parent) as inside:
+                return lock.take(inside)
 
         # Shielded, so that a lock that was got is known to be; bounded, because a file system may hang.
         with anyio.move_on_after(_PROMPT_S, shield=True):
@@ -91,7 +141,7 @@ async def file_claim(
         lock.abandon()
         raise StoreError(f"claiming in {location} took longer than {_PROMPT_S:g} s", location=location)
 
-    async def give_back(lock: FileClaim) -> None:
+    async def give_back(lock: FileLock) -> None:
         with anyio.move_on_after(_PROMPT_S):
             await in_thread(location, "giving back a claim in", lock.give_back)
 
@@ -99,26 +149,23 @@ async def file_claim(
         yield claim
 
 
-def lock_files(folder: Path) -> list[Path]:
-    """Return the lock files of claims, held or stale."""
+def lock_files(folder: Path) -> list[str]:
+    """Return the names of the lock files of claims, held or stale; other files are none of ours."""
     try:
-        return list(folder.iterdir())
+        return [name for name in os.listdir(folder) if _LOCK_NAME.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
 def remove_stale_locks(folder: Path, max_files: int = MAX_LOCK_FILES) -> None:
     """Remove the oldest lock files that nobody holds, until few enough are left."""
-    files = lock_files(folder)
-    for path in sorted(files, key=_made_at)[: max(0, len(files) - max_files)]:
-        lock = FileClaim(path)
-        with suppress(OSError, NotImplementedError):
-            if lock.take():
-                lock.give_back()
-
-
-def _made_at(path: Path) -> int:
-    try:
-        return path.stat(follow_symlinks=False).st_mtime_ns
-    except OSError:  # just given back
-        return 0
+    names = lock_files(folder)
+    if len(names) <= max_files:
+        return
+    with suppress(OSError), opened(folder.parent) as parent, opened(folder.name, inside=parent) as inside:
+        made_at = {name: facts.st_mtime_ns for name, facts in facts_of(names, inside)}
+        for name in sorted(made_at, key=lambda name: made_at[name])[: len(names) - max_files]:
+            lock = FileLock(name)
+            with suppress(OSError):
+                if lock.take(inside):
+                    lock.give_back()

@@ -9,13 +9,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
+import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import filelock
 
 from asel.errors import StoreError
 from asel.stores.records import MOST_BYTES, RecordError
@@ -26,12 +31,14 @@ __all__ = [
     "NotAFileError",
     "alone_in",
     "create",
+    "facts_of",
     "held_file",
     "in_thread",
     "is_temporary",
     "opened",
     "overwrite",
     "set_aside",
+    "set_aside_names",
     "sizes_in",
     "sweep",
     "trim",
@@ -48,6 +55,9 @@ _ABANDONED_S = 3600.0
 # Bad files are kept for people to look at: the newest of them, within these bounds.
 MAX_SET_ASIDE_FILES = 100
 MAX_SET_ASIDE_BYTES = 64 << 20
+_SET_ASIDE_NAME = re.compile(r".+\.json\.[0-9a-f]{8}")
+# What whoever is alone in a directory does there takes milliseconds. A process that was stopped may hold the lock.
+_ALONE_S = 5.0
 
 
 class NotAFileError(RecordError):
@@ -159,9 +169,9 @@ def create(
 ) -> bool:
     """Write a file that was not there; False if it is there already, untouched.
 
-    The link is what decides between two writers, and it appears with its contents or not at all. With
-    `like`, no one may read the new file who may not read that one. Without `sync` the name is not on
-    disk yet: whoever writes many files syncs their directory once.
+    The link decides between two writers, and it appears with its contents or not at all. With `like`, the new
+    file is as private as that one. Without `sync` the name is not on disk yet: whoever writes many
+    files syncs their directory once.
     """
     with _written(contents, directory, temporary, like) as written:
         try:
@@ -209,14 +219,28 @@ def alone_in(directory: int) -> Iterator[None]:
     """Be the only one to replace, look before it renames, or compare before it moves or deletes, for a moment.
 
     On a file system without locks, two of them at once may do one after the other what neither meant.
+
+    Raises:
+        TimeoutError: another process has held the lock for seconds.
     """
-    with suppress(OSError):
-        fcntl.flock(directory, fcntl.LOCK_EX)
+    deadline = time.monotonic() + _ALONE_S
+    while not _is_locked(directory):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"another process has held the directory's lock for over {_ALONE_S:g} s")
+        time.sleep(0.001)
     try:
         yield
     finally:
         with suppress(OSError):
             fcntl.flock(directory, fcntl.LOCK_UN)
+
+
+def _is_locked(directory: int) -> bool:
+    """Lock a directory if nobody else has; a file system without locks has nobody who could."""
+    try:
+        return filelock.lock_descriptor(directory, blocking=False)
+    except OSError:
+        return True
 
 
 @contextmanager
@@ -252,7 +276,7 @@ def _made(given: str | None, directory: int) -> tuple[int, str]:
                 os.unlink(given, dir_fd=directory)
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=directory)
         with suppress(OSError):  # without a lock, its age protects it
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            filelock.lock_descriptor(file, blocking=False)
         if os.fstat(file).st_nlink:
             return file, name
         os.close(file)  # swept before it was locked
@@ -290,9 +314,8 @@ def sweep(names: Iterable[str], directory: int) -> None:
         with suppress(OSError, RecordError), held_file(name, directory) as file:
             limit = _UNLOCKED_S
             try:
-                fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
+                if not filelock.lock_descriptor(file.descriptor, blocking=False):
+                    continue
             except OSError:
                 limit = _ABANDONED_S
             now = _clock(directory) if now is None else now
@@ -326,8 +349,13 @@ def set_aside(name: str, directory: int, judged: FoundFile | None, root: int) ->
             return None
         os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=keep)
     with opened("set-aside", inside=root) as keep:
-        trim(os.listdir(keep), keep)
+        trim(set_aside_names(keep), keep)
     return f"set-aside/{aside}"
+
+
+def set_aside_names(directory: int) -> list[str]:
+    """Return the names of the bad files that were moved to a directory; other files are none of ours."""
+    return [name for name in os.listdir(directory) if _SET_ASIDE_NAME.fullmatch(name)]
 
 
 def trim(
@@ -339,21 +367,25 @@ def trim(
 ) -> None:
     """Remove the oldest of some files until the rest are within bounds; the newest always stays."""
     # A file keeps its modification time when it is moved; the other one is when it came here.
-    files = sorted(_facts_of(names, directory), key=lambda file: file[1].st_ctime_ns, reverse=True)
+    files = sorted(facts_of(names, directory), key=lambda file: file[1].st_ctime_ns, reverse=True)
     kept_bytes = 0
     for place, (name, facts) in enumerate(files):
         kept_bytes += facts.st_size
         if place and (place >= max_files or kept_bytes > max_bytes):
-            with suppress(OSError):  # a directory stays
-                os.unlink(name, dir_fd=directory)
+            with suppress(OSError):
+                if stat.S_ISDIR(facts.st_mode):
+                    shutil.rmtree(name, dir_fd=directory)  # it does not follow links
+                else:
+                    os.unlink(name, dir_fd=directory)
 
 
 def sizes_in(directory: int, names: Iterable[str]) -> dict[str, int]:
     """Return the sizes of those files that exist."""
-    return {name: facts.st_size for name, facts in _facts_of(names, directory)}
+    return {name: facts.st_size for name, facts in facts_of(names, directory)}
 
 
-def _facts_of(names: Iterable[str], directory: int) -> Iterator[tuple[str, os.stat_result]]:
+def facts_of(names: Iterable[str], directory: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Give those files that exist, with what the file system knows of them."""
     for name in names:
         with suppress(FileNotFoundError):
             yield name, os.stat(name, dir_fd=directory, follow_symlinks=False)

@@ -14,7 +14,11 @@ from asel.keys import CacheKey
 from asel.stores.records import Address, Record, RecordError, Rejected
 from asel.threads import run_in_thread
 
-__all__ = ["Change", "Changed", "Claim", "Store", "StoreDefaults", "StoreStats", "claiming"]
+__all__ = ["READ_BATCH", "Change", "Changed", "Claim", "Store", "StoreDefaults", "StoreStats", "claiming"]
+
+# Records that a thread reads in one go. Few, so that they are gone before the garbage collector counts them as
+# long-lived: its next pass over everything would stop all threads.
+READ_BATCH = 16
 
 # How many changes are under way at once in a store that takes them one by one.
 _AT_ONCE = 64
@@ -55,7 +59,7 @@ class Change:
 
     @classmethod
     def delete(cls, address: Address, *, expected: Record | None = None) -> Change:
-        return cls(address, expected="" if expected is None else expected.to_json())
+        return cls(address, expected="" if expected is None else expected.line())
 
     def expects(self, line: str) -> bool:
         """Tell whether a deletion is meant for this record, whichever way it is spelt."""
@@ -169,10 +173,10 @@ async def _apply(store: Store, change: Change) -> Changed:
         expected = await run_in_thread("reading a record", partial(_record, change.expected))
         return Changed("", await store.delete(change.address, expected=expected))
     if not change.replace and (before := await store.get(change.address)) is not None:
-        return Changed(await run_in_thread("writing a record", before.to_json), False)
+        return Changed(await run_in_thread("writing a record", before.line), False)
     record = await run_in_thread("reading a record", partial(Record.from_json, change.line))
     stored = await store.put(record, replace=change.replace)
-    return Changed(await run_in_thread("writing a record", stored.to_json), stored == record)
+    return Changed(await run_in_thread("writing a record", stored.line), stored == record)
 
 
 def _record(line: str) -> Record | None:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Required
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
@@ -126,8 +126,6 @@ class Record:
     """How long the tune took."""
     writer: str = ""
     """The process that wrote it."""
-    _text: str = field(default="", init=False, compare=False, repr=False)
-    """The line it was read from, if that was as we write it. Not of a `replace`d copy, since that is made anew."""
 
     @property
     def address(self) -> Address:
@@ -139,16 +137,18 @@ class Record:
         Raises:
             InvalidRequestError: something in it has no place in JSON, or it is too large.
         """
-        if self._text:
-            return self._text
         try:
-            body = strict_json.dumps(self._facts())
-            text = f"{body[:-1]}{_MARK}{_sha256(body)}{_END}"
-            if Record.from_json(text) != self:
+            line = self.line()
+            if Record.from_json(line) != self:
                 raise RecordError("it does not come back from JSON as it was")
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"a record of {self.key.op_id!r} cannot be stored: {error}") from error
-        return text
+        return line
+
+    def line(self) -> str:
+        """Return the record as one line of JSON, unchecked: for one that was read."""
+        body = strict_json.dumps(self._facts())
+        return f"{body[:-1]}{_MARK}{_sha256(body)}{_END}"
 
     def to_facts(self) -> dict[str, Any]:
         """Return the record as parsed JSON, digest included. Its nested values are the record's own."""
@@ -170,16 +170,11 @@ class Record:
             raise RecordError(f"it has {len(text):,} bytes, and a record at most {MOST_BYTES:,}")
         try:
             text = text.decode() if isinstance(text, bytes) else text
-            line = text.strip()
-            is_intact = _ends_with_own_digest(line)
-            record = cls._checked(strict_json.loads(line), is_intact=is_intact)
+            return cls._checked(strict_json.loads(text), is_intact=_ends_with_own_digest(text.strip()))
         except RecordError:
             raise
         except (ValueError, RecursionError) as error:
             raise RecordError(f"it is not JSON: {error or 'nested too deeply'}") from error
-        if is_intact:
-            object.__setattr__(record, "_text", line)
-        return record
 
     @classmethod
     def from_facts(cls, facts: Any) -> Record:
@@ -236,7 +231,7 @@ def _sha256(text: str) -> str:
 def _ends_with_own_digest(line: str) -> bool:
     """Tell whether a line is as it was written. One that is spelt another way may be intact, too."""
     body, tail = f"{line[:-_TAIL]}}}", line[-_TAIL:]
-    return tail.startswith(_MARK) and "\n" not in line and tail[len(_MARK) : -len(_END)] == _sha256(body)
+    return tail.startswith(_MARK) and tail[len(_MARK) : -len(_END)] == _sha256(body)
 
 
 def _matches(facts: dict[str, Any], digest: Any) -> bool:

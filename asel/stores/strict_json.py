@@ -51,7 +51,7 @@ def dumps(value: Any, depth: int = 0) -> str:
     if depth < _PIECES_DEPTH and type(value) is dict:
         pieces = (f"{_ENCODER.encode(_key(key))}:{dumps(value[key], depth + 1)}" for key in sorted(value))
         return f"{{{','.join(pieces)}}}"
-    if depth < _PIECES_DEPTH and type(value) is list:
+    if depth < _PIECES_DEPTH and type(value) in (list, tuple):
         return f"[{','.join([dumps(inner, depth + 1) for inner in value])}]"
     return _ENCODER.encode(value)
 
