@@ -293,3 +293,82 @@ def test_stores_take_the_defaults_they_do_not_have():
         assert (await store.stats()).records == 1
 
     anyio.run(scene)
+
+
+@pytest.mark.parametrize("bad", [{"asel": 1, "t": float("nan")}, {"asel": 1, "t": {1, 2}}, {"asel": 1, 2: 3}, {1, 2}])
+def test_what_is_not_json_costs_an_import_one_record(tmp_path, bad):
+    """Also in a record of another version, which is not looked at otherwise."""
+
+    async def scene():
+        facts = [one.to_facts() for one in many(40)]
+        taken = await PersistentCache("toy", tmp_path / "cache").import_({"records": [*facts[:20], bad, *facts[20:]]})
+        assert (taken.imported, len(taken.mismatched)) == (40, 1)
+
+    anyio.run(scene)
+
+
+def test_a_record_that_is_in_a_document_twice_is_imported_once(tmp_path):
+    """The first counts, and the second is named among the skipped."""
+    first, second = record(1), record(2)
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "cache")
+        taken = await cache.import_({"records": [first.to_facts(), second.to_facts()]})
+        assert (taken.imported, taken.skipped) == (1, ((first.address, "it is in the document twice"),))
+        assert await everything(cache.store) == [first]
+
+    anyio.run(scene)
+
+
+def test_an_export_knows_its_own_store_under_any_name(tmp_path):
+    """A path that leads there by a detour or a link is the same file."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "c.json")
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "c.json")
+        await cache.store.put(record())
+        for path in (tmp_path / "x" / ".." / "c.json", tmp_path / "link.json"):
+            with pytest.raises(InvalidRequestError, match="another file"):
+                await cache.export_to(path, lambda one: False)
+        assert await everything(cache.store) == [record()]
+
+    anyio.run(scene)
+
+
+def test_an_export_is_as_private_as_what_it_replaces(tmp_path):
+    """And leaves one half-written file at most, however often it is killed."""
+    path = tmp_path / "export.json"
+    path.touch(mode=0o600)
+    (tmp_path / ".export.json.tmp").write_text("half")
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "cache")
+        await cache.store.put(record())
+        await cache.export_to(path)
+
+    anyio.run(scene)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not (tmp_path / ".export.json.tmp").exists()
+
+
+def test_pages_are_bounded_in_bytes(tmp_path, monkeypatch):
+    """Large records are put, and pruned, a few at a time."""
+    monkeypatch.setattr(moving, "_PAGE_BYTES", 10_000)
+    apply, sizes = DocumentStore.apply, []
+
+    async def counted(self, changes):
+        sizes.append(len(changes))
+        return await apply(self, changes)
+
+    monkeypatch.setattr(DocumentStore, "apply", counted)
+    large = [record("x" * 3000, checksum=f"c{number}") for number in range(40)]
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path / "c.json")
+        assert (await cache.import_({"records": [one.to_facts() for one in large]})).imported == 40
+        assert max(sizes) <= 16
+        del sizes[:]
+        assert await cache.prune(lambda one: True) == 40
+
+    anyio.run(scene)

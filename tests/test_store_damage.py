@@ -19,7 +19,9 @@ from redis_server import RedisServer
 from store_contract import KEY, everything, record
 
 from asel import PersistentCache
-from asel.stores import DirectoryStore, DocumentStore, directory, document_format
+from asel.errors import StoreError
+from asel.persistence import Sought
+from asel.stores import Change, DirectoryStore, DocumentStore, directory, document, document_format
 from asel.stores.records import Record, RecordError
 from asel.stores.redis import RedisStore
 
@@ -311,3 +313,148 @@ def test_a_forger_can_sign_a_record_but_not_a_number_that_is_none():
     assert Record.from_facts(signed({**facts, "cfg": 5})).cfg == 5
     with pytest.raises(RecordError):
         Record.from_facts(signed({**facts, "cfg": math.nan}))
+
+
+# What else a document has to bear.
+
+
+def test_a_document_is_not_written_larger_than_it_can_be_read(tmp_path, monkeypatch):
+    """The put that would do so fails; what is there stays readable, and can be made smaller."""
+    monkeypatch.setattr(document, "_MOST_BYTES", 2000)
+    store, stored = DocumentStore(tmp_path / "c.json"), []
+
+    async def scene():
+        with pytest.raises(StoreError, match="use a directory"):
+            for number in range(100):
+                stored.append(await store.put(record(number, checksum=f"c{number}")))
+        assert sorted(one.cfg for one in await everything(DocumentStore(store.path))) == [one.cfg for one in stored]
+        monkeypatch.setattr(document, "_MOST_BYTES", 1 << 20)
+        await store.put(record("large", checksum="large"))
+        monkeypatch.setattr(document, "_MOST_BYTES", store.path.stat().st_size - 1)
+        fresh = DocumentStore(store.path)
+        fresh._seen = store._seen
+        assert await fresh.delete(record(checksum="large").address)
+
+    anyio.run(scene)
+    assert stored
+
+
+def test_bad_lines_are_told_and_copied_once_though_a_put_fails(tmp_path, monkeypatch):
+    """A full disk neither hides what was found, nor makes a copy for every attempt."""
+    path = tmp_path / "c.json"
+    hundred(path)
+    path.write_text(path.read_text().replace("0.25", "0.26", 1))
+    store, rejected, overwrite = DocumentStore(path), [], document.overwrite
+    store.on_rejected = rejected.append
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    async def scene():
+        monkeypatch.setattr(document, "overwrite", full)
+        for _ in range(3):
+            with pytest.raises(StoreError, match="No space"):
+                await store.put(record("new", checksum="new"))
+        monkeypatch.setattr(document, "overwrite", overwrite)
+        await store.put(record("new", checksum="new"))
+        assert len(await everything(store)) == 100
+
+    anyio.run(scene)
+    assert len(rejected) == 1
+    assert [copy.name for copy in tmp_path.glob("*.bad-*")] == ["c.json.bad-0"]
+
+
+def test_a_copy_is_made_whatever_names_are_taken(tmp_path):
+    """Names that look like a copy's, and are none, keep no damage from being kept."""
+    store = DocumentStore(tmp_path / "c.json")
+    store.on_rejected = lambda rejected: None
+    (tmp_path / "c.json.bad-999999999999999999").touch()
+    (tmp_path / "c.json.bad-1").mkdir()
+    for number in range(2):
+        store.path.write_text(f"damage {number}")
+        anyio.run(store.put, record())
+    kept = {path.name: path.read_text() for path in tmp_path.glob("*.bad-*") if path.is_file()}
+    assert sorted(kept.values()) == ["", "damage 0", "damage 1"]
+
+
+def test_a_change_that_was_written_before_its_caller_was_cancelled_counts_as_made():
+    """The next waiter writes the batch again, and finds what the first one has done."""
+    lines: dict = {}
+    put = document._Change(Change.put(record()))
+    assert put.apply(lines)
+    assert not put.apply(lines)
+    assert put.result.done
+    delete = document._Change(Change.delete(record().address, expected=record()))
+    assert delete.apply(lines)
+    assert not delete.apply(lines)
+    assert delete.result.done
+
+
+# Records that were read, and then changed.
+
+
+@pytest.mark.parametrize("make", [DirectoryStore, lambda path: DocumentStore(path / "c.json")])
+def test_a_record_that_was_changed_after_it_was_read_is_stored_as_changed(tmp_path, make):
+    """A record's values are the reader's own."""
+
+    async def scene():
+        store = make(tmp_path)
+        await store.put(record({"m": 1}))
+        found = await store.get(record().address)
+        found.cfg["m"] = 4096
+        await store.put(found, replace=True)
+        assert (await store.get(record().address)).cfg == {"m": 4096}
+
+    anyio.run(scene)
+
+
+def test_a_record_under_a_name_that_is_not_its_own_is_set_aside(tmp_path):
+    """Somebody's copy of a file would be listed twice, and never be pruned."""
+    store, rejected = DirectoryStore(tmp_path), []
+    store.on_rejected = rejected.append
+
+    async def scene():
+        await store.put(record())
+        [path] = tmp_path.rglob("*.json")
+        path.with_name("copy.json").write_bytes(path.read_bytes())
+        assert await everything(store) == [record()]
+
+    anyio.run(scene)
+    assert "another address" in rejected[0].reason
+
+
+def test_a_directory_that_cannot_be_read_costs_a_listing_no_other(tmp_path, monkeypatch):
+    """Somebody's own folder in a cache for all is told, and passed over."""
+    store, rejected, shard = DirectoryStore(tmp_path), [], DirectoryStore._shard
+    store.on_rejected = rejected.append
+    mine, theirs = record(1), record(2, key=KEY._replace(device="theirs"))
+
+    def guarded(self, name, **options):
+        if name == theirs.address.key_digest[:2]:
+            raise PermissionError(13, "Permission denied", name)
+        return shard(self, name, **options)
+
+    async def scene():
+        for one in (mine, theirs):
+            await store.put(one)
+        monkeypatch.setattr(DirectoryStore, "_shard", guarded)
+        assert await everything(store) == [mine]
+        assert (await store.stats()).records == 1
+
+    anyio.run(scene)
+    assert "Permission denied" in rejected[0].reason
+
+
+@pytest.mark.parametrize(("stored", "candidate"), [(128.0, 128), (True, 1), (1, True)])
+def test_a_config_of_another_type_is_not_a_candidate(tmp_path, stored, candidate):
+    """1, 1.0 and True are three configs."""
+
+    async def scene():
+        cache = PersistentCache("toy", tmp_path)
+        await cache.store.put(record(stored))
+        sought = Sought(KEY, "c1", record().environment, among=(candidate,))
+        assert await cache.find(sought) is None
+        await cache.store.put(record(candidate), replace=True)
+        assert (await cache.find(sought)).cfg is candidate
+
+    anyio.run(scene)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import threading
@@ -13,7 +14,7 @@ from store_contract import everything, record
 
 from asel import PersistentCache
 from asel.errors import StoreError
-from asel.stores import DirectoryStore, DocumentStore, document
+from asel.stores import DirectoryStore, DocumentStore, document, file_claims, files
 
 
 @pytest.fixture
@@ -169,3 +170,115 @@ def test_a_document_too_large_to_read_is_not_overwritten(shared, monkeypatch):
 
     anyio.run(scene)
     assert store.path.read_text() == "x" * 2000
+
+
+def test_a_lock_is_neither_made_nor_removed_behind_a_link_that_was_planted_meanwhile(shared, tmp_path, monkeypatch):
+    """The folder of the claims is opened once: swapping it for a link afterwards changes nothing."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    store, locked = DirectoryStore(shared / "cache"), file_claims._locked
+    victims = []
+
+    def swap_first(name, folder):
+        monkeypatch.undo()
+        claims = store.root / "claims"
+        claims.rename(store.root / "elsewhere")
+        claims.symlink_to(outside)
+        victims.append(outside / name)
+        victims[0].write_text("precious")
+        return locked(name, folder)
+
+    monkeypatch.setattr(file_claims, "_locked", swap_first)
+
+    async def scene():
+        async with store.claim(record().address) as claim:
+            assert claim.held
+
+    anyio.run(scene)
+    assert [path.read_text() for path in outside.iterdir()] == ["precious"]
+    assert not list((store.root / "elsewhere").iterdir())
+
+
+def test_stale_locks_behind_a_link_are_left_alone(shared, tmp_path):
+    """Whatever they are called."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for number in range(300):
+        (outside / f"{record(checksum=f'{number}').address.digest}.schema-2.lock").touch()
+    (shared / "cache").mkdir()
+    (shared / "cache" / "claims").symlink_to(outside)
+    anyio.run(DirectoryStore(shared / "cache").stats)
+    assert len(list(outside.iterdir())) == 300
+
+
+@pytest.fixture
+def strangers_file(monkeypatch):
+    """Have every plain file belong to somebody else."""
+    fstat = os.fstat
+
+    def of_a_stranger(file):
+        facts = fstat(file)
+        if stat.S_ISREG(facts.st_mode):
+            return os.stat_result((*facts[:4], os.geteuid() + 1000, *facts[5:]))
+        return facts
+
+    monkeypatch.setattr(os, "fstat", of_a_stranger)
+
+
+@pytest.mark.usefixtures("strangers_file")
+def test_a_strangers_document_is_neither_read_nor_written_where_anybody_may_put_one(shared):
+    """Its records would be believed, and ours be given to its owner."""
+    store, rejected = DocumentStore(shared / "s.json"), []
+    store.on_rejected = rejected.append
+    store.path.write_text("{}")
+
+    async def scene():
+        for _ in range(2):
+            assert await store.get(record().address) is None
+        with pytest.raises(StoreError, match="belongs to another user"):
+            await store.put(record())
+
+    anyio.run(scene)
+    assert ["another user" in bad.reason for bad in rejected] == [True]
+    assert store.path.read_text() == "{}"
+
+
+@pytest.mark.usefixtures("strangers_file")
+def test_in_a_directory_of_our_own_it_does_not_matter_whose_a_document_is(shared):
+    """Whoever may write there was let in."""
+    shared.chmod(0o775)
+    store = DocumentStore(shared / "s.json")
+
+    async def scene():
+        await store.put(record())
+        assert await store.get(record().address) == record()
+
+    anyio.run(scene)
+
+
+def test_a_lock_that_another_process_does_not_give_back_is_an_error_in_time(shared, monkeypatch):
+    """A stopped process, or a stranger who may read the directory, costs a StoreError and no thread for ever."""
+    monkeypatch.setattr(files, "_ALONE_S", 0.05)
+    store, rejected = DirectoryStore(shared / "cache"), []
+    store.on_rejected = rejected.append
+
+    async def scene():
+        await store.put(record())
+        [path] = store.root.rglob("*.json")
+        held = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(StoreError, match="held the directory's lock"):
+                await store.put(record(2), replace=True)
+            with pytest.raises(StoreError, match="held the directory's lock"):
+                await store.delete(record().address)
+            assert await store.get(record().address) == record()
+            path.write_text("bad")
+            assert await store.get(record().address) is None
+        finally:
+            os.close(held)
+        assert path.read_text() == "bad"
+        assert [bad.where for bad in rejected] == [str(path)]
+        assert await store.put(record(2)) == record(2)
+
+    anyio.run(scene)
