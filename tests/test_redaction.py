@@ -88,6 +88,7 @@ ALLOWED = {
     ("stores.document_format", "where"),
     ("stores.document_format", "str(error)"),
     ("stores.document_format", "error or 'nested too deeply'"),
+    ("stores.document_format", "error"),
     ("stores.directory", "str(error)"),
     ("moving", "where"),  # the path of a file
     ("stores.redis", "str(error)"),
