@@ -41,6 +41,7 @@ ARROW = [
     "stores.records",
     "stores.protocol",
     "stores.files",
+    "stores.leftovers",
     "stores.file_claims",
     "stores.directory",
     "stores.document_format",

@@ -15,7 +15,7 @@ from redis_server import RedisServer
 from store_contract import everything, record
 
 from asel import PersistentCache
-from asel.stores import DirectoryStore, DocumentStore, file_claims, files, records
+from asel.stores import DirectoryStore, DocumentStore, file_claims, files, leftovers, records
 from asel.stores.redis import RedisStore
 
 
@@ -245,7 +245,7 @@ def test_documents_have_one_temporary_file_at_most(tmp_path):
 
 def test_a_directory_keeps_the_newest_bad_files(tmp_path, monkeypatch):
     """Oldest first they go; `stats` says how many there are."""
-    monkeypatch.setattr(files.trim, "__kwdefaults__", {"max_files": 3, "max_bytes": 1 << 20})
+    monkeypatch.setattr(leftovers.trim, "__kwdefaults__", {"max_files": 3, "max_bytes": 1 << 20})
     store, rejected = DirectoryStore(tmp_path), []
     store.on_rejected = rejected.append
 
@@ -266,7 +266,7 @@ def test_a_directory_keeps_the_newest_bad_files(tmp_path, monkeypatch):
 
 def test_bad_files_are_bounded_in_bytes_and_the_newest_always_stays(tmp_path, monkeypatch):
     """One file above the bound is kept alone."""
-    monkeypatch.setattr(files.trim, "__kwdefaults__", {"max_files": 100, "max_bytes": 1000})
+    monkeypatch.setattr(leftovers.trim, "__kwdefaults__", {"max_files": 100, "max_bytes": 1000})
     store = DirectoryStore(tmp_path)
     store.on_rejected = lambda rejected: None
 
@@ -283,7 +283,7 @@ def test_bad_files_are_bounded_in_bytes_and_the_newest_always_stays(tmp_path, mo
 
 def test_a_document_keeps_the_newest_copies(tmp_path, monkeypatch):
     """Numbers go on, whatever was removed."""
-    monkeypatch.setattr(files.trim, "__kwdefaults__", {"max_files": 3, "max_bytes": 1 << 20})
+    monkeypatch.setattr(leftovers.trim, "__kwdefaults__", {"max_files": 3, "max_bytes": 1 << 20})
     store = DocumentStore(tmp_path / "c.json")
     store.on_rejected = lambda rejected: None
 
@@ -353,7 +353,7 @@ def test_claims_remove_stale_locks_now_and_then(tmp_path, monkeypatch):
 
 def test_a_users_own_files_in_the_folder_of_bad_files_stay(tmp_path, monkeypatch):
     """Only what asel has put there is removed."""
-    monkeypatch.setattr(files.trim, "__kwdefaults__", {"max_files": 1, "max_bytes": 1})
+    monkeypatch.setattr(leftovers.trim, "__kwdefaults__", {"max_files": 1, "max_bytes": 1})
     store = DirectoryStore(tmp_path)
     store.on_rejected = lambda rejected: None
     own = tmp_path / "set-aside" / "notes.txt"

@@ -28,13 +28,11 @@ from asel.stores.files import (
     create,
     held_file,
     in_thread,
-    is_temporary,
     opened,
     overwrite,
-    set_aside,
     sizes_in,
-    sweep,
 )
+from asel.stores.leftovers import is_temporary, set_aside, sweep
 from asel.stores.protocol import READ_BATCH, Change, Changed, Claim, StoreStats
 from asel.stores.records import (
     Address,

@@ -29,7 +29,8 @@ from asel.keys import CacheKey
 from asel.pending import Shared
 from asel.stores.document_format import Contents, compose, parse
 from asel.stores.file_claims import file_claim, lock_files, remove_stale_locks
-from asel.stores.files import FoundFile, NotAFileError, create, held_file, in_thread, opened, overwrite, sizes_in, trim
+from asel.stores.files import FoundFile, NotAFileError, create, held_file, in_thread, opened, overwrite, sizes_in
+from asel.stores.leftovers import trim
 from asel.stores.protocol import READ_BATCH, Change, Changed, Claim, StoreStats
 from asel.stores.records import Address, Record, RecordError, Rejected, log_rejected
 

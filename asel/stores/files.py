@@ -9,9 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +25,7 @@ from asel.stores.records import MOST_BYTES, RecordError
 from asel.threads import run_in_thread
 
 __all__ = [
+    "TEMPORARY_START",
     "FoundFile",
     "NotAFileError",
     "alone_in",
@@ -34,28 +33,16 @@ __all__ = [
     "facts_of",
     "held_file",
     "in_thread",
-    "is_temporary",
+    "make_temporary",
     "opened",
     "overwrite",
-    "set_aside",
-    "set_aside_names",
     "sizes_in",
-    "sweep",
-    "trim",
 ]
 
 T = TypeVar("T")
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-_TEMPORARY = ".tmp-"
-# A writer locks its file right after it made it. A process may be suspended in between, but hardly for this long.
-_UNLOCKED_S = 60.0
-# Without locks there is only the age to go by, and no write takes this long.
-_ABANDONED_S = 3600.0
-# Bad files are kept for people to look at: the newest of them, within these bounds.
-MAX_SET_ASIDE_FILES = 100
-MAX_SET_ASIDE_BYTES = 64 << 20
-_SET_ASIDE_NAME = re.compile(r".+\.json\.[0-9a-f]{8}")
+TEMPORARY_START = ".tmp-"
 # What whoever is alone in a directory does there takes milliseconds. A process that was stopped may hold the lock.
 _ALONE_S = 5.0
 
@@ -252,7 +239,7 @@ def _written(
     It is locked for as long as it has that name, so that nobody takes it for a dead writer's. Only one
     process at a time may use a given `name`, and what an earlier one left there is removed.
     """
-    file, name = _made(name, directory)
+    file, name = make_temporary(name, directory)
     try:
         if like is not None:
             _protect(file, like)
@@ -268,9 +255,10 @@ def _written(
         os.close(file)
 
 
-def _made(given: str | None, directory: int) -> tuple[int, str]:
+def make_temporary(given: str | None, directory: int) -> tuple[int, str]:
+    """Return the descriptor and the name of a new file that is locked."""
     while True:
-        name = given or f"{_TEMPORARY}{secrets.token_hex(8)}"
+        name = given or f"{TEMPORARY_START}{secrets.token_hex(8)}"
         if given is not None:
             with suppress(FileNotFoundError):
                 os.unlink(given, dir_fd=directory)
@@ -293,90 +281,6 @@ def _protect(file: int, like: FoundFile) -> None:
         except OSError:
             mode &= ~0o070  # its group would be another one
     os.fchmod(file, mode)
-
-
-# Clearing away.
-
-
-def is_temporary(name: str) -> bool:
-    """Tell a half-written file, perhaps of a process that was killed, from all others."""
-    return name.startswith(_TEMPORARY)
-
-
-def sweep(names: Iterable[str], directory: int) -> None:
-    """Remove the temporary files of writers that are dead.
-
-    A living writer holds a lock on its file. Ages are taken by the file system's clock, which may differ
-    from ours by hours.
-    """
-    now: float | None = None
-    for name in names:
-        with suppress(OSError, RecordError), held_file(name, directory) as file:
-            limit = _UNLOCKED_S
-            try:
-                if not filelock.lock_descriptor(file.descriptor, blocking=False):
-                    continue
-            except OSError:
-                limit = _ABANDONED_S
-            now = _clock(directory) if now is None else now
-            if now - file.facts.st_mtime > limit:
-                os.unlink(name, dir_fd=directory)
-
-
-def _clock(directory: int) -> float:
-    """Return the time by the file system's clock."""
-    file, name = _made(None, directory)
-    try:
-        return os.fstat(file).st_mtime
-    finally:
-        os.unlink(name, dir_fd=directory)
-        os.close(file)
-
-
-def set_aside(name: str, directory: int, judged: FoundFile | None, root: int) -> str | None:
-    """Move a bad file to where a person can look at it; return its new name, None if it is not there any more.
-
-    Only what was judged is moved: a good record that has taken its name stays. `judged` is None for something
-    that is not a plain file.
-    """
-    aside = f"{name}.{secrets.token_hex(4)}"
-    with opened("set-aside", inside=root, make=True) as keep, alone_in(directory):
-        if judged is None:
-            is_bad = not stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
-        else:
-            is_bad = judged.is_still(name, directory)
-        if not is_bad:
-            return None
-        os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=keep)
-    with opened("set-aside", inside=root) as keep:
-        trim(set_aside_names(keep), keep)
-    return f"set-aside/{aside}"
-
-
-def set_aside_names(directory: int) -> list[str]:
-    """Return the names of the bad files that were moved to a directory; other files are none of ours."""
-    return [name for name in os.listdir(directory) if _SET_ASIDE_NAME.fullmatch(name)]
-
-
-def trim(
-    names: Iterable[str],
-    directory: int,
-    *,
-    max_files: int = MAX_SET_ASIDE_FILES,
-    max_bytes: int = MAX_SET_ASIDE_BYTES,
-) -> None:
-    """Remove the oldest of some files until the rest are within bounds; the newest always stays."""
-    # A file keeps its modification time when it is moved; the other one is when it came here.
-    files = sorted(facts_of(names, directory), key=lambda file: file[1].st_ctime_ns, reverse=True)
-    kept_bytes = 0
-    for place, (name, facts) in enumerate(files):
-        kept_bytes += facts.st_size
-        if place and (place >= max_files or kept_bytes > max_bytes):
-            with suppress(OSError):
-                if stat.S_ISDIR(facts.st_mode):
-                    shutil.rmtree(name, dir_fd=directory)  # it does not follow links
-                else:
-                    os.unlink(name, dir_fd=directory)
 
 
 def sizes_in(directory: int, names: Iterable[str]) -> dict[str, int]:
