@@ -302,8 +302,18 @@ def test_what_the_application_has_set_up_is_left_alone():
     with receiving() as receiver, configure("first", receiver.endpoint):
         provider = trace.get_tracer_provider()
         with configure("second", receiver.endpoint) as second:
-            assert "traces: left to the provider that the application has set" in str(second)
+            assert "traces: left to the provider that an earlier configure has set" in str(second)
         assert trace.get_tracer_provider() is provider
+
+
+def test_a_provider_of_the_applications_own_is_left_alone(monkeypatch):
+    """And named as the application's."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(shutdown_on_exit=False))
+    with configure("service", "http://127.0.0.1:1") as telemetry:
+        assert "traces: left to the provider that the application has set" in str(telemetry)
+    monkeypatch.undo()
 
 
 @pytest.mark.anyio
