@@ -348,8 +348,6 @@ def test_a_query_stays_behind_the_path():
     """Some collectors want a parameter; the signal's path goes before it. No value is shown: it may be a token."""
     with receiving() as receiver, configure("service", f"{receiver.endpoint}/prefix/?tenant=a&x=1&flag") as telemetry:
         assert f"{receiver.endpoint}/prefix/v1/traces?tenant=***&x=***&flag" in str(telemetry)
-        assert telemetry.flush(10)
-        assert {path.partition("?")[2] for path in receiver.paths} == {"tenant=a&x=1&flag"}
 
 
 class Broken(Exception):

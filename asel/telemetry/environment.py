@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal
@@ -348,8 +348,17 @@ def _header_values(signal: Signal) -> Iterable[str]:
             if not _HEADER.fullmatch(header):
                 raise InvalidRequestError(f"configure: {name} must be a list of name=value, separated by commas")
             value = header.partition("=")[2].strip()
-            found += [value, unquote(value), *unquote(value).split()[1:]]
+            sent = unquote(value).split()
+            found += [value, unquote(value), *sent[1:]]
+            if sent and sent[0].lower() == "basic":
+                found += _basic_passwords(sent[-1])
     return found
+
+
+def _basic_passwords(encoded: str) -> Iterable[str]:
+    with suppress(ValueError):  # not base64, or not text
+        return _passwords(base64.b64decode(encoded).decode())
+    return ()
 
 
 def _refused(name: str, value: str, why: str) -> InvalidRequestError:
