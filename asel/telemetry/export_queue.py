@@ -75,10 +75,10 @@ class _Queued(Generic[T]):
 class _Flush:
     """A caller that waits for the items of an epoch and of those before it."""
 
-    __slots__ = ("epoch", "lost")
+    __slots__ = ("epoch", "left", "lost")
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch, self.lost = epoch, 0
+    def __init__(self, epoch: int, left: int) -> None:
+        self.epoch, self.left, self.lost = epoch, left, 0
 
 
 class ExportQueue(Generic[T]):
@@ -101,12 +101,12 @@ class ExportQueue(Generic[T]):
         self._length = 0
         self._traces: OrderedDict[int, None] = OrderedDict()
         # Re-entrant: a finalizer may end a span while this thread holds the lock.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._flushed = threading.Condition(self._lock)
         self._due = threading.Event()
         self._hurry = threading.Event()
         # Each flush begins an epoch, so that it need not wait for items that are queued after the call.
         self._epoch = 0
-        self._left: Counter[int] = Counter({0: 0})  # items queued or in flight, by epoch
         self._flushes: list[_Flush] = []
         self._in_flight: list[_Queued[T]] = []
         # Items lost so far, and that number when the current run of losses began; None while there is none.
@@ -117,22 +117,25 @@ class ExportQueue(Generic[T]):
 
     def put(self, item: T, rank: Rank, trace: int = 0) -> None:
         """Queue an item; if its rank is full, drop the oldest one there."""
-        warning = None
-        with self._changed:
+        is_first = False
+        with self._lock:
             queued = _Queued(item, trace, _PATIENCE if rank is Rank.VITAL else 1, self._epoch)
-            self._left[self._epoch] += 1
             if self._closed:
                 self._lose([queued], "closed")
                 return
+            rank = self._rank_in_trace(rank, trace)
+            queue = self._ranks[rank]
+            if len(queue) < self._bounds[rank]:
+                queue.append(queued)
+            else:
+                is_first = self._append(rank, queued)
             self._length += 1
-            if self._append(self._rank_in_trace(rank, trace), queued):
-                warning = "the collector is not keeping up; hits go first, tunes and errors last"
             if self._thread is None:
                 self._start()
             if self._length >= self._limits.batch_size and not self._due.is_set():
                 self._due.set()
-        if warning:
-            self._warn_drops_began(warning)
+        if is_first:
+            self._warn_drops_began("the collector is not keeping up; hits go first, tunes and errors last")
 
     def __len__(self) -> int:
         return self._length
@@ -169,16 +172,14 @@ class ExportQueue(Generic[T]):
         if is_first:
             self._lost_before = self.lost
         self.lost += len(items)
-        self._leave(items)
+        if self._flushes:
+            self._leave(items)
         return is_first
 
     def _leave(self, items: Sequence[_Queued[T]]) -> None:
-        for queued in items:
-            self._left[queued.epoch] -= 1
-            if not self._left[queued.epoch] and queued.epoch != self._epoch:
-                del self._left[queued.epoch]
-        if items and self._flushes:
-            self._changed.notify_all()
+        for flush in self._flushes:
+            flush.left -= sum(queued.epoch <= flush.epoch for queued in items)
+        self._flushed.notify_all()
 
     def _warn_drops_began(self, why: str) -> None:
         logger.warning("dropping %s: %s (asel.telemetry.dropped has the count)", self.plural, why)
@@ -199,7 +200,7 @@ class ExportQueue(Generic[T]):
             self._send_due()
 
     def _is_over(self) -> bool:
-        with self._changed:
+        with self._lock:
             return self._closed and not self._length
 
     def _send_due(self) -> None:
@@ -210,7 +211,7 @@ class ExportQueue(Generic[T]):
             enough = 1 if self._flushes else self._limits.batch_size
 
     def _send_batch(self) -> bool:
-        with self._changed:
+        with self._lock:
             batch = self._in_flight = list(self._take(self._limits.batch_size))
         why = ""
         try:
@@ -218,7 +219,7 @@ class ExportQueue(Generic[T]):
         except BaseException as error:  # nothing that an exporter raises, SystemExit included, may end the thread
             outcome, why = Outcome.UNREACHED, f"{type(error).__name__}: {redact(error)}"
         lost = None
-        with self._changed:
+        with self._lock:
             if self._in_flight is not batch:
                 return outcome is Outcome.ARRIVED  # abandoned meanwhile, and counted
             self._in_flight = []
@@ -266,21 +267,18 @@ class ExportQueue(Generic[T]):
     def flush(self, timeout_s: float) -> bool:
         """Send everything queued before the call; return False if that takes longer or one of those was lost."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            flush = _Flush(self._epoch)
+        with self._lock:
+            flush = _Flush(self._epoch, self._length + len(self._in_flight))
             self._flushes.append(flush)
             self._epoch += 1
-            self._left[self._epoch] = 0
-            if not self._left[flush.epoch]:
-                del self._left[flush.epoch]
             self._hurry.set()
             self._due.set()
             try:
-                while min(self._left) <= flush.epoch and not self._abandoned:
+                while flush.left > 0 and not self._abandoned:
                     left = deadline - time.monotonic()
                     if left <= 0 or self._thread is None:
                         return False
-                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
+                    self._flushed.wait(min(left, threading.TIMEOUT_MAX))
                 return not flush.lost
             finally:
                 self._flushes.remove(flush)
@@ -289,7 +287,7 @@ class ExportQueue(Generic[T]):
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new items and send the queued ones; return False if that takes longer or an item was lost."""
-        with self._changed:
+        with self._lock:
             self._closed = True
         flushed = self.flush(timeout_s)
         self.abandon()
@@ -299,7 +297,7 @@ class ExportQueue(Generic[T]):
 
     def abandon(self) -> None:
         """Refuse new items and drop the queued ones. A batch in flight counts as lost, though it may still arrive."""
-        with self._changed:
+        with self._lock:
             if self._abandoned:
                 return
             self._closed = self._abandoned = True
@@ -309,7 +307,7 @@ class ExportQueue(Generic[T]):
             self._lose(left, "closed")
             self._hurry.set()
             self._due.set()
-            self._changed.notify_all()
+            self._flushed.notify_all()
         if dropped:
             logger.warning("%d %s were dropped before telemetry was closed", dropped, self.plural)
         if left:
