@@ -46,8 +46,6 @@ _OFF = "OTEL_SDK_DISABLED is set"
 _CLOSING = "asel telemetry: closing"
 # Of the time for closing, before queued spans and log records are given up and the metrics are sent.
 _QUEUES_SHARE = 0.7
-# How long a closed exporter's last request is waited for, before its log messages are no longer cleaned.
-_QUIET_S = 60.0
 # Loggers whose messages may repeat the URL of a request or a collector's answer.
 _LOGGERS = (
     "opentelemetry.exporter.otlp.common.http",
@@ -115,23 +113,23 @@ class Telemetry:
         lost = sum(queue.lost for queue in self._queues)
         # Metrics last, and with time of their own: they report what the queues lost.
         queued = [provider.shutdown for signal, provider in self._providers.items() if signal != "metrics"]
-        closed = _all_within(begun + _QUEUES_SHARE * self.close_timeout_s, queued)
+        threads: list[threading.Thread] = []
+        closed = _all_within(begun + _QUEUES_SHARE * self.close_timeout_s, queued, threads)
         for queue in self._queues:
             queue.abandon()
         sums = [provider.shutdown for signal, provider in self._providers.items() if signal == "metrics"]
-        closed = _all_within(begun + self.close_timeout_s, sums) and closed
+        closed = _all_within(begun + self.close_timeout_s, sums, threads) and closed
         if closed:
             _run_all(self._undo_last)
         else:  # a request may be in flight, and its failure will be logged later
-            threading.Thread(target=self._undo_when_quiet, name=_CLOSING, daemon=True).start()
+            threading.Thread(target=self._undo_after, args=[threads], name=_CLOSING, daemon=True).start()
         return closed and flushed and lost == sum(queue.lost for queue in self._queues)
 
-    def _undo_when_quiet(self) -> None:
+    def _undo_after(self, threads: list[threading.Thread]) -> None:
         for queue in self._queues:
             queue.join()
-        for thread in threading.enumerate():
-            if thread.name == _CLOSING and thread is not threading.current_thread():
-                thread.join(_QUIET_S)
+        for thread in threads:
+            thread.join()
         _run_all(self._undo_last)
 
     async def aclose(self) -> bool:
@@ -288,8 +286,13 @@ def _unset(module: Any, name: str, provider: Any) -> None:
         setattr(module, f"{name}_SET_ONCE", Once())
 
 
-def _all_within(deadline: float, calls: Sequence[Callable[[], object]]) -> bool:
-    """Make calls that may block, each in a thread; return whether all ended in time and none returned False."""
+def _all_within(
+    deadline: float, calls: Sequence[Callable[[], object]], started: list[threading.Thread] | None = None
+) -> bool:
+    """Make calls that may block, each in a thread; return whether all ended in time and none returned False.
+
+    The threads are added to `started`.
+    """
     results: list[object] = []
 
     def run(call: Callable[[], object]) -> None:
@@ -298,6 +301,8 @@ def _all_within(deadline: float, calls: Sequence[Callable[[], object]]) -> bool:
     threads = [threading.Thread(target=run, args=[call], name=_CLOSING, daemon=True) for call in calls]
     for thread in threads:
         thread.start()
+    if started is not None:
+        started += threads
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return len(results) == len(calls) and False not in results
