@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import time
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from typing import Any, BinaryIO
@@ -47,9 +48,21 @@ def main() -> None:
         request = _read(requests)
 
 
-def _import_as_the_parent(path: list[str], files: dict[str, tuple[str | None, list[str] | None]]) -> None:
+def _import_as_the_parent(
+    path: list[str],
+    files: dict[str, tuple[str | None, list[str] | None]],
+    customized: list[str],
+    python_path: str,
+) -> None:
     sys.meta_path.insert(0, _ParentModules(files))
     sys.path[:] = path
+    if python_path:
+        os.environ["PYTHONPATH"] = python_path  # for this process's own children
+    for name in customized:
+        module = sys.modules.get(name)
+        if module is not None and name in files and module.__file__ != files[name][0]:
+            del sys.modules[name]  # found without the parent's PYTHONPATH, which hid it there
+        import_module(name)
 
 
 class _ParentModules:

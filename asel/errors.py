@@ -38,7 +38,7 @@ class AselError(Exception):
     """The root of everything asel raises on its own account. No message has the secret of a URL in it."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(redact(arg) if isinstance(arg, (str, BaseException)) else arg for arg in args))
 
 
 class InvalidRequestError(AselError, ValueError):
@@ -59,7 +59,7 @@ class NoConfigError(AselError, RuntimeError):
     def __init__(self, message: str, *, key: CacheKey | None = None, declined: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.key = key
-        self.declined = dict(declined or {})
+        self.declined = {tier: redact(why) for tier, why in (declined or {}).items()}
 
 
 class TuningError(AselError, RuntimeError):

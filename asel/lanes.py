@@ -61,6 +61,13 @@ class Lane:
 
     async def _wait_in_line(self) -> None:
         """Return once the lane is free and it is this waiter's turn."""
+        while not await self._wait_for_turn() and self._held:
+            # Unless the thread returned after the deadline had ended the wait, and before this task ran.
+            if anyio.current_time() >= self._stuck_at:
+                raise LaneStuck
+
+    async def _wait_for_turn(self) -> bool:
+        """Return whether the lane is free; False once it is stuck."""
         is_free = False
         with anyio.CancelScope(deadline=self._stuck_at) as wait:
             try:
@@ -72,8 +79,7 @@ class Lane:
                 del self._queue[wait]
                 if not is_free:
                     self._wake_next()  # this waiter may have been woken and cancelled at once
-        if not is_free:
-            raise LaneStuck
+        return is_free
 
     def _wake_next(self) -> None:
         if self._queue and not self._held:

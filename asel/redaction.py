@@ -9,18 +9,76 @@ from collections.abc import Iterable
 __all__ = ["SecretFilter", "redact"]
 
 _HIDDEN = "***"
-# Up to the last @, because a password that was not percent-encoded may contain / ? # or @. One or three slashes cover
-# pathlib, which joins two into one, and typing errors; a single letter before them is a drive.
-_USER_INFO = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]+:/{1,3})[^\s\"<>]*@", re.IGNORECASE)
-_PARAMETER = re.compile(
-    r"([?&;][\w.-]*(?:token|key|secret|passw|pwd|auth|credential|signature|\bsig\b)[\w.-]*=)[^\s&;#'\"<>]+",
-    re.IGNORECASE,
+# What cannot be part of a URL. Each token is looked at once, so that the time is linear in the length of the text.
+_TOKEN = re.compile(r"[^\s\"<>]+")
+_DELIMITER = re.compile(r"([?&;#])")
+_IN_QUERY = re.compile(r"([?&;#,])")
+_WORD = re.compile(r"[^a-z0-9]+")
+# Names of parameters: words that say it alone, and parts of longer ones (`accessToken`, `client_secret`).
+_SECRET_WORDS = frozenset(
+    {"auth", "authorization", "bearer", "code", "jwt", "key", "pass", "pw", "pwd", "session", "sessionid", "sid", "sig"}
 )
+_SECRET_PARTS = ("passw", "passphrase", "secret", "credential", "signature")
+_SECRET_ENDS = ("token", "apikey", "accesskey", "privatekey", "authkey")
+_CLOSING = "')],."
 
 
 def redact(text: object) -> str:
     """Return the text with the user, the password and any token-like query value of each URL replaced by `***`."""
-    return _PARAMETER.sub(rf"\1{_HIDDEN}", _USER_INFO.sub(rf"\1{_HIDDEN}@", str(text)))
+    shown = str(text)
+    if (":/" in shown and "@" in shown) or ("=" in shown and _DELIMITER.search(shown)):
+        return _TOKEN.sub(_clean_token, shown)
+    return shown
+
+
+def _clean_token(found: re.Match[str]) -> str:
+    token = found[0]
+    if ":/" in token and "@" in token:
+        token = _without_user_info(token)
+    return _without_parameters(token) if "=" in token else token
+
+
+def _without_user_info(token: str) -> str:
+    """Hide everything up to the last @: a password that was not percent-encoded may contain / ? # or @."""
+    end, colon = token.rfind("@"), token.find(":/")
+    while 0 <= colon < end:
+        if not _is_path(token[max(0, colon - 5) : colon]):
+            # One slash or three: pathlib joins two into one, and people mistype.
+            start = colon + 1
+            while start < colon + 4 and token[start] == "/":
+                start += 1
+            return f"{token[:start]}{_HIDDEN}{token[end:]}" if start <= end else token
+        colon = token.find(":/", colon + 1)
+    return token
+
+
+def _is_path(before: str) -> bool:
+    """Tell from what is before the colon: a single letter is a drive, and the path of a file has no user."""
+    scheme = _WORD.split(before.lower())[-1]
+    return len(scheme) < 2 or scheme == "file"
+
+
+def _without_parameters(token: str) -> str:
+    pieces = (_IN_QUERY if "?" in token else _DELIMITER).split(token)
+    is_hidden = False
+    for index in range(2, len(pieces), 2):
+        name, equals, value = pieces[index].partition("=")
+        if not equals:
+            if is_hidden and name and pieces[index - 1] in ";,":  # the rest of a value
+                pieces[index - 1] = pieces[index] = ""
+            continue
+        is_hidden = bool(value) and _is_secret(name)
+        if is_hidden:
+            kept = value[len(value.rstrip(_CLOSING)) :]
+            pieces[index] = f"{name}={_HIDDEN}{kept}"
+    return "".join(pieces)
+
+
+def _is_secret(name: str) -> bool:
+    name = name[-64:].lower()  # longer ones are not names of parameters
+    if any(part in name for part in _SECRET_PARTS):
+        return True
+    return any(word in _SECRET_WORDS or word.endswith(_SECRET_ENDS) for word in _WORD.split(name))
 
 
 class SecretFilter(logging.Filter):
@@ -29,16 +87,21 @@ class SecretFilter(logging.Filter):
     def __init__(self, secrets: Iterable[str]) -> None:
         super().__init__()
         # Longest first, since one may contain another. Very short ones would match parts of ordinary words.
-        self._secrets = sorted((secret for secret in set(secrets) if len(secret) > 3), key=len, reverse=True)
+        known = sorted((secret for secret in set(secrets) if len(secret) > 3), key=len, reverse=True)
+        self._secrets = re.compile("|".join(map(re.escape, known)), re.IGNORECASE) if known else None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = self._clean(record.getMessage()), None
+        try:
+            message = record.getMessage()
+        except Exception:  # the caller's format string does not fit, which is not for a filter to raise
+            message = f"{record.msg} {record.args}"
+        record.msg, record.args = self._clean(message), None
         if record.exc_info:
-            record.exc_text = self._clean(logging.Formatter().formatException(record.exc_info))
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
             record.exc_info = None
+        if record.exc_text:
+            record.exc_text = self._clean(record.exc_text)
         return True
 
     def _clean(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, _HIDDEN)
-        return redact(text)
+        return redact(text if self._secrets is None else self._secrets.sub(_HIDDEN, text))

@@ -1,9 +1,9 @@
 """How the interpreter of a worker process is started: it imports code from where this one does, and from nowhere else.
 
 Python would put the working directory, where anybody may have left a `pickle.py`, at the head of the worker's path.
-So the worker is started by the path of its file, with `-P` and with this interpreter's own flags. It then gets this
-interpreter's `sys.path`, and the files of the modules that are imported here: a module that has come to lie on the
-path since must not take the place of one that this program runs.
+So the worker is started by the path of its file, with `-P`, with this interpreter's own flags and without PYTHONPATH.
+It then gets this interpreter's `sys.path`, and the files of the modules that are imported here: a module that has come
+to lie on the path since must not take the place of one that this program runs.
 """
 
 from __future__ import annotations
@@ -30,16 +30,25 @@ def worker_command() -> list[str]:
 def worker_environment() -> dict[str, str]:
     """Return this program's environment, with its import locations as this interpreter uses them.
 
-    A relative location would mean another directory once this program has changed its own.
+    PYTHONPATH is missing: the worker would import the standard library through it before it knows this program's
+    modules. It gets the value with `import_state`.
     """
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # for whatever Python the worker starts in its turn
-    locations = environment.pop("PYTHONPATH", "").split(os.pathsep)
-    used = [one for one in locations if os.path.isabs(one) and {one, os.path.normpath(one)} & set(sys.path)]
-    if used:
-        environment["PYTHONPATH"] = os.pathsep.join(used)
+    environment.pop("PYTHONPATH", None)
     if base := _user_base():
         environment["PYTHONUSERBASE"] = base
     return environment
+
+
+def _python_path() -> str:
+    """Return PYTHONPATH for the worker's own child processes.
+
+    A relative location would mean another directory once this program has changed its own.
+    """
+    locations = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(
+        one for one in locations if os.path.isabs(one) and {one, os.path.normpath(one)} & set(sys.path)
+    )
 
 
 def _user_base() -> str | None:
@@ -55,7 +64,8 @@ def import_state() -> bytes:
     """Return what `asel._worker` needs to import as this interpreter does, in JSON."""
     import asel.parcels  # noqa: F401 - with all that a worker imports for itself, so that its files are known
 
-    return json.dumps([_absolute_path(), _module_files()]).encode()
+    customized = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
+    return json.dumps([_absolute_path(), _module_files(), customized, _python_path()]).encode()
 
 
 def _absolute_path() -> list[str]:

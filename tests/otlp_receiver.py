@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,11 +24,12 @@ _REQUESTS: dict[str, Any] = {
 
 
 class Receiver:
-    """What has arrived so far. While `gate` is closed, requests get no answer."""
+    """What has arrived so far. While `gate` is closed, requests to the paths in `gated` get no answer."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.gated = {*_REQUESTS}
         self.asked = threading.Event()
         self.spans: list[Any] = []
         self.metrics: list[Any] = []
@@ -37,8 +39,12 @@ class Receiver:
         """Which signal came from which instrumentation scope, of which version."""
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
+        self.ports: list[int] = []
+        """The client's, for each request."""
         self.status = 200
         """What requests are answered with; what comes with another is not kept."""
+        self.reason: Callable[[Any], str | None] = lambda headers: None
+        """The text beside the status, from a request's headers."""
         self.endpoint = ""
 
     def take(self, path: str, body: bytes) -> None:
@@ -73,18 +79,27 @@ def _plain(value: Any) -> Any:
 def receiving() -> Iterator[Receiver]:
     """Listen on a port of this machine, in threads, for as long as the block runs."""
     receiver = Receiver()
+    connections = []
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept and used again, as with real collectors
+
+        def setup(self) -> None:
+            super().setup()
+            connections.append(self.connection)
+
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
             receiver.paths.append(self.path)
+            receiver.ports.append(self.client_address[1])
             receiver.asked.set()
-            receiver.gate.wait(30)
+            path = self.path.partition("?")[0]
+            if path in receiver.gated:
+                receiver.gate.wait(30)
             if receiver.status == 200:
-                path = self.path.partition("?")[0]
                 receiver.take(path, gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
-            self.send_response(receiver.status)
+            self.send_response(receiver.status, receiver.reason(self.headers))
             self.send_header("Content-Type", "application/x-protobuf")
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -103,4 +118,7 @@ def receiving() -> Iterator[Receiver]:
         receiver.gate.set()
         server.shutdown()
         server.server_close()
+        for connection in connections:
+            with suppress(OSError):  # closed already
+                connection.shutdown(socket.SHUT_RDWR)
         thread.join(10)

@@ -100,6 +100,7 @@ ARROW = [
     "telemetry.structlog",
     "telemetry.opentelemetry",
     "telemetry.metrics",
+    "telemetry.connections",
     "telemetry.processors",
     "telemetry.providers",
     "telemetry.outputs",

@@ -21,6 +21,7 @@ from otlp_receiver import receiving
 from test_otlp import _nothing_is_set_up, one_tune_and_hits  # noqa: F401 - a fixture
 from test_pipeline import Gated, tune
 
+import asel.telemetry.environment as environment
 import asel.telemetry.providers as providers
 import asel.telemetry.setup as setup
 from asel import ConfigCache, ConfigSelectorChain, InvalidRequestError
@@ -59,7 +60,23 @@ COUNTS = [
     "OTEL_LOGRECORD_ATTRIBUTE_COUNT_LIMIT",
     "OTEL_LOGRECORD_ATTRIBUTE_VALUE_LENGTH_LIMIT",
 ]
-CHOICES = ["OTEL_TRACES_SAMPLER", "OTEL_METRICS_EXEMPLAR_FILTER", "OTEL_EXPORTER_OTLP_COMPRESSION"]
+CHOICES = [
+    "OTEL_TRACES_SAMPLER",
+    "OTEL_METRICS_EXEMPLAR_FILTER",
+    "OTEL_EXPORTER_OTLP_COMPRESSION",
+    "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE",
+    "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION",
+    "OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_LOGS_CREDENTIAL_PROVIDER",
+]
+# Those of which a blank value is no more than that.
+OTHERS = [
+    "OTEL_TRACES_SAMPLER_ARG",
+    "OTEL_PYTHON_METER_PROVIDER",
+    "OTEL_RESOURCE_ATTRIBUTES",
+    "OTEL_EXPORTER_OTLP_HEADERS",
+]
 SIGNALS = ["TRACES", "METRICS", "LOGS"]
 
 
@@ -113,24 +130,91 @@ def refused(*arguments, **options):
     return message
 
 
-@pytest.mark.parametrize("name", [*MILLISECONDS, *SIZES, *COUNTS, *CHOICES, "OTEL_TRACES_SAMPLER_ARG"])
+@pytest.mark.parametrize("name", [*MILLISECONDS, *SIZES, *COUNTS, *CHOICES, *OTHERS])
 @pytest.mark.parametrize("empty", ["", "  "])
-def test_an_empty_variable_counts_as_unset(monkeypatch, name, empty):
-    """As OpenTelemetry specifies."""
+def test_an_empty_variable_counts_as_unset(monkeypatch, caplog, name, empty):
+    """As OpenTelemetry specifies, and without a word in the log."""
     with configure("service", NOBODY) as telemetry:
         unset = str(telemetry)
     monkeypatch.setenv(name, empty)
     if name == "OTEL_TRACES_SAMPLER_ARG":
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
         unset = unset.replace("parentbased_always_on", "traceidratio 1")
+    caplog.clear()
     with configure("service", NOBODY) as telemetry:
         assert str(telemetry) == unset
+        assert caplog.messages == []
+        assert os.environ[name] == empty
+
+
+@pytest.mark.parametrize("exporter", ["otlp", "none"])
+@pytest.mark.parametrize("value", ["", "nonsense", "sdk_meter_provider"])
+def test_a_meter_provider_in_the_environment_does_not_take_the_place_of_ours(monkeypatch, exporter, value):
+    """The SDK asks for the global one, and so sets it, while its other providers are made."""
+    monkeypatch.setenv("OTEL_PYTHON_METER_PROVIDER", value)
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", exporter)
+    before = state()
+    with configure("service", NOBODY) as telemetry:
+        assert metrics_globals._METER_PROVIDER is telemetry._providers.get("metrics")
+        assert ("metrics" in telemetry._providers) is (exporter == "otlp")
+    assert_nothing_is_left(before)
+
+
+def test_a_provider_that_is_set_at_the_same_moment_is_noticed(monkeypatch):
+    """OpenTelemetry would log a line, and metrics would go nowhere."""
+    monkeypatch.setattr(metrics, "set_meter_provider", lambda provider: None)
+    assert "another provider for metrics was set" in refused(NOBODY)
+
+
+def test_a_credential_provider_makes_the_session(monkeypatch):
+    """Its headers arrive; a provider that fails, or makes something else, is refused."""
+    import requests
+
+    def signing():
+        session = requests.Session()
+        session.headers["x-signed"] = "yes"
+        return session
+
+    def failing():
+        raise OSError("no answer from http://me:hunter2@host")
+
+    found = {"signing": signing, "failing": failing, "wrong": dict}
+    monkeypatch.setattr(
+        environment, "entry_points", lambda group, name: [Found(name, found[name])] if name in found else []
+    )
+    variable = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"
+    monkeypatch.setenv(variable, "failing")
+    assert refused(NOBODY) == (
+        "configure: the credential provider 'failing' failed: OSError: no answer from http://***@host"
+    )
+    monkeypatch.setenv(variable, "wrong")
+    assert "returned dict, and should return a requests.Session" in refused(NOBODY)
+    monkeypatch.setenv(variable, "signing")
+    with receiving() as receiver, configure("service", receiver.endpoint) as telemetry:
+        trace.get_tracer("test").start_span("one").end()
+        assert telemetry.flush(10)
+        signed = {path for path, sent in zip(receiver.paths, receiver.headers, strict=True) if "x-signed" in sent}
+        assert signed == {"/v1/traces"}
+
+
+class Found:
+    """An entry point."""
+
+    def __init__(self, name, kind):
+        self.name, self.load = name, lambda: kind
+
+
+@pytest.mark.parametrize("value", ["nonsense", "a=b,http://me:hunter2@host", "=1"])
+def test_attributes_of_the_resource_are_names_and_values(monkeypatch, value):
+    """The SDK would leave one out, and log it as it is."""
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", value)
+    assert refused(NOBODY) == ("configure: OTEL_RESOURCE_ATTRIBUTES must be a list of name=value, separated by commas")
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, value) for name in MILLISECONDS for value in ("soon", "0", "-1", "nan", "inf")),
+        *((name, value) for name in MILLISECONDS for value in ("soon", "0", "-1", "nan", "inf", "1e300")),
         *((name, value) for name in SIZES for value in ("many", "0", "-1", "1.5")),
         *((name, value) for name in COUNTS for value in ("many", "-1", "1.5")),
         *((name, "nonsense") for name in CHOICES),
@@ -261,9 +345,9 @@ def test_an_endpoint_that_is_not_a_url_is_refused(monkeypatch, endpoint):
 
 
 def test_a_query_stays_behind_the_path():
-    """Some collectors want a parameter; the signal's path goes before it."""
-    with receiving() as receiver, configure("service", f"{receiver.endpoint}/prefix/?tenant=a") as telemetry:
-        assert f"{receiver.endpoint}/prefix/v1/traces?tenant=a" in str(telemetry)
+    """Some collectors want a parameter; the signal's path goes before it. No value is shown: it may be a token."""
+    with receiving() as receiver, configure("service", f"{receiver.endpoint}/prefix/?tenant=a&x=1&flag") as telemetry:
+        assert f"{receiver.endpoint}/prefix/v1/traces?tenant=***&x=***&flag" in str(telemetry)
 
 
 class Broken(Exception):

@@ -20,7 +20,7 @@ from test_otlp import _nothing_is_set_up  # noqa: F401 - a fixture
 from asel import ConfigCache, ConfigSelectorChain
 from asel.telemetry import configure, shared_pipeline
 from asel.telemetry.environment import Limits
-from asel.telemetry.export_queue import ExportQueue, Rank, dropped_exports
+from asel.telemetry.export_queue import ExportQueue, Outcome, Rank, dropped_exports
 from asel.testing import run_in_virtual_time
 
 TUNES, HITS = 50, 4000
@@ -88,8 +88,8 @@ def test_a_slow_collector_gets_every_tune_and_what_is_missing_is_counted(caplog)
         assert dropped("traces", "queue_full") - before == missing
         assert dropped_in(receiver, "traces") == missing + in_all
     told = [record.getMessage() for record in caplog.records if record.name == "asel"]
-    assert [message.split("; dropping")[0] for message in told] == [
-        "the collector is not keeping up with spans",
+    assert [message.split("; hits")[0] for message in told] == [
+        "dropping spans: the collector is not keeping up",
         f"the queue of spans is empty again; {missing} were dropped",
     ]
 
@@ -148,20 +148,32 @@ async def one_tune():
 
 
 class Wire:
-    """What a queue sends to: batches wait for `gate`, and the first `failing` of them do not arrive."""
+    """What a queue sends to: batches wait for `gate`, and the first `failing` of them end with `outcome`."""
 
-    def __init__(self, failing=0):
+    def __init__(self, failing=0, outcome=Outcome.UNREACHED):
         self.gate, self.entered = threading.Event(), threading.Event()
-        self.failing, self.arrived, self.attempts = failing, [], 0
+        self.failing, self.outcome, self.arrived, self.attempts = failing, outcome, [], 0
 
     def send(self, batch):
         self.attempts += 1
         self.entered.set()
         assert self.gate.wait(20)
         if self.attempts <= self.failing:
-            return False
+            return self.outcome
         self.arrived += batch
-        return True
+        return Outcome.ARRIVED
+
+
+def opened_during(wire, queue, work):
+    """Return what flushing or closing a queue returns if nothing is sent before the call waits."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work(10)))
+    thread.start()
+    while not queue._flushes:
+        time.sleep(0.001)
+    wire.gate.set()
+    thread.join(20)
+    return results[0]
 
 
 def held_up(wire, **limits):
@@ -232,46 +244,107 @@ def test_what_is_vital_is_sent_again_and_the_rest_is_counted_as_failed():
     for number in range(5):
         queue.put(f"tune {number}", Rank.VITAL)
         queue.put(f"hit {number}", Rank.HIT)
-    wire.gate.set()
-    assert queue.close(10) is False  # hits were lost
+    assert opened_during(wire, queue, queue.close) is False  # hits were lost
     assert wire.arrived == ["first", *(f"tune {number}" for number in range(5))]
     assert dropped("traces", "export_failed") - before == 5
 
 
-def test_a_batch_that_is_refused_for_good_does_not_stay_for_ever():
-    """After five attempts it is dropped, and counted."""
-    wire = Wire(failing=1000)
-    wire.gate.set()
+@pytest.mark.parametrize(
+    ("outcome", "attempts"), [(Outcome.UNREACHED, 5), (Outcome.UNANSWERED, 3), (Outcome.REFUSED, 1)]
+)
+def test_a_batch_that_fails_again_and_again_does_not_stay_for_ever(outcome, attempts):
+    """A slow collector may have taken it each time, and a refusal is final. It is dropped, and counted."""
+    wire = Wire(failing=1000, outcome=outcome)
     before = dropped("traces", "export_failed")
-    queue = ExportQueue("traces", wire.send, Limits(queue_size=10, batch_size=5, delay_s=0.001))
+    queue = ExportQueue("traces", wire.send, Limits(queue_size=10, batch_size=5, delay_s=1000))
     for number in range(5):
         queue.put(number, Rank.VITAL)
-    assert queue.close(10) is False
-    assert wire.attempts == 5
+    assert opened_during(wire, queue, queue.close) is False
+    assert wire.attempts == attempts
     assert dropped("traces", "export_failed") - before == 5
 
 
-def test_an_exporter_that_raises_is_told_of_without_its_secrets_and_does_not_end_the_thread(caplog):
-    """The next batch is sent by the same thread."""
-    arrived = []
+def test_items_that_are_sent_again_do_not_exceed_the_bound():
+    """What was queued meanwhile stays, and the batch that finds no room is lost."""
+    wire = Wire(failing=1)
+    queue = ExportQueue("traces", wire.send, Limits(queue_size=1, batch_size=16, delay_s=1000))
+    before = dropped("traces", "export_failed")
+    for number in range(16):
+        queue.put(number, Rank.VITAL)
+    assert wire.entered.wait(10)
+    for number in range(16, 26):
+        queue.put(number, Rank.VITAL)
+    assert opened_during(wire, queue, queue.close) is False
+    assert wire.arrived == list(range(10, 26))
+    assert dropped("traces", "export_failed") - before == 10
+
+
+@pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
+def test_an_exporter_that_raises_does_not_end_the_thread(caplog, error):
+    """The next batch is sent by the same thread. The log has the error without its secrets, once."""
+    wire = Wire()
 
     def send(batch):
-        if batch == ["hit"]:
-            raise OSError("cannot reach http://me:hunter2@host/v1/traces?token=hunter2")
-        arrived.extend(batch)
-        return True
+        if wire.send(batch) and batch == ["hit"]:
+            raise error("cannot reach http://me:hunter2@host/v1/traces?token=hunter2")
+        return Outcome.ARRIVED
 
-    queue = ExportQueue("traces", send, Limits(queue_size=10, batch_size=1, delay_s=0.001))
+    queue = ExportQueue("traces", send, Limits(queue_size=10, batch_size=1, delay_s=1000))
     queue.put("hit", Rank.HIT)
-    assert queue.flush(10) is False
+    assert opened_during(wire, queue, queue.flush) is False
     thread = queue._thread
     queue.put("another", Rank.HIT)
     assert queue.flush(10) is True
-    assert arrived == ["another"]
     assert queue._thread is thread
-    assert "sending spans failed: OSError: cannot reach http://***@host/v1/traces?token=***" in caplog.text
-    assert "hunter2" not in caplog.text
     assert queue.close(10)
+    why = f"{error.__name__}: cannot reach http://***@host/v1/traces?token=***"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"dropping spans: {why} (asel.telemetry.dropped has the count)",
+        "the queue of spans is empty again; 1 were dropped",
+    ]
+
+
+def test_a_refusal_is_reported_as_one_and_not_again_with_each_batch(caplog):
+    """A collector that answers 401 keeps up well. The number comes when a batch has arrived."""
+    wire = Wire(failing=3, outcome=Outcome.REFUSED)
+    wire.gate.set()
+    queue = ExportQueue("logs", wire.send, Limits(queue_size=10, batch_size=10, delay_s=1000))
+    for number in range(4):
+        queue.put(number, Rank.VITAL)
+        queue.flush(10)
+    assert queue.close(10)
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropping log records: the collector refuses them (asel.telemetry.dropped has the count)",
+        "the queue of log records is empty again; 3 were dropped",
+    ]
+
+
+def test_closing_reports_each_loss_once(caplog):
+    """What was dropped before, and what was unsent."""
+    wire = Wire()
+    queue = held_up(wire)
+    for number in range(13):
+        queue.put(number, Rank.HIT)
+    queue.abandon()
+    wire.gate.set()
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "3 spans were dropped before telemetry was closed",
+        "telemetry was closed with 11 spans unsent",
+    ]
+
+
+def test_a_flush_does_not_wait_for_what_comes_after_it():
+    """Otherwise it would never succeed in a busy program."""
+    queue = None
+
+    def send(batch):
+        queue.put("the next", Rank.HIT)
+        return Outcome.ARRIVED
+
+    queue = ExportQueue("traces", send, Limits(queue_size=10, batch_size=512, delay_s=1000))
+    queue.put("first", Rank.HIT)
+    assert queue.flush(10) is True
+    queue.abandon()
 
 
 def test_what_comes_after_closing_is_counted_and_starts_nothing():
@@ -310,6 +383,41 @@ def test_spans_are_ranked_by_what_they_tell():
     assert rank("GET /generate", error=True) == rank("asel.choose", error=True, tier="memory") == Rank.VITAL
 
 
+def test_only_sampled_spans_are_exported_and_no_instrumentation_sees_it():
+    """An instrumented HTTP client would make a span of each export, and so another export."""
+    from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, get_value
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider, sampling
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from asel.telemetry.processors import SpanQueue
+
+    exported = []
+
+    class Exporter(SpanExporter):
+        def export(self, spans):
+            exported.append(([span.name for span in spans], get_value(_SUPPRESS_INSTRUMENTATION_KEY)))
+            return SpanExportResult.SUCCESS
+
+    class Sampler(sampling.Sampler):
+        """Records every span, and samples some."""
+
+        def should_sample(self, parent_context, trace_id, name, *arguments, **options):
+            kept = sampling.Decision.RECORD_AND_SAMPLE if name == "sampled" else sampling.Decision.RECORD_ONLY
+            return sampling.SamplingResult(kept)
+
+        def get_description(self):
+            return "by name"
+
+    provider = TracerProvider(Sampler(), Resource.get_empty(), shutdown_on_exit=False)
+    provider.add_span_processor(SpanQueue(Exporter(), Limits(queue_size=10, batch_size=10, delay_s=1000)))
+    for name in ("sampled", "recorded only"):
+        provider.get_tracer("test").start_span(name).end()
+    provider.shutdown()
+    assert exported == [(["sampled"], True)]
+    assert get_value(_SUPPRESS_INSTRUMENTATION_KEY) is None
+
+
 @pytest.mark.timeout(60)
 def test_a_forked_child_has_an_empty_queue_and_a_thread_of_its_own():
     """What the parent queued, the parent sends."""
@@ -321,7 +429,7 @@ def test_a_forked_child_has_an_empty_queue_and_a_thread_of_its_own():
 
     def child():
         arrived = []
-        queue._send = lambda batch: arrived.extend(batch) or True
+        queue._send = lambda batch: arrived.extend(batch) or Outcome.ARRIVED
         queue.put("the child's", Rank.VITAL)
         send.send((queue.close(10), arrived, dropped("traces", "closed", "queue_full", "export_failed")))
 

@@ -195,6 +195,22 @@ async def test_a_thread_that_comes_back_in_time_leaves_no_deadline_behind():
 
 
 @pytest.mark.anyio
+async def test_a_thread_that_returns_at_once_after_a_timeout_leaves_the_lane_free():
+    """The deadline has ended the waits, but no waiter has run yet: each has its turn, and nobody is told "stuck"."""
+    lane, turns, thread = Lane(), [], LeftBehind()
+    names = ["first", "second", "third"]
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(TimeoutError):
+            async with lane.held([thread]):
+                for name in names:
+                    tasks.start_soon(hold, lane, turns, name)
+                    await anyio.wait_all_tasks_blocked()
+                raise TimeoutError
+        thread.come_back()
+    assert sorted(turns) == sorted(names)
+
+
+@pytest.mark.anyio
 async def test_many_cold_keys_are_answered_one_by_one():
     """Keys that are asked for at once are measured one after the other, so the first answer is early."""
     answered, kernel = [], Toy()

@@ -12,10 +12,11 @@ import time
 from importlib import metadata
 
 import anyio
+import opentelemetry.metrics._internal as metrics_globals
 import pytest
 import structlog
 from kernels import BEST, COSTS, Blocks, Toy, call, scripted
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 from otlp_receiver import attributes, receiving
 
 from asel import ConfigCache, ConfigSelectorChain
@@ -53,8 +54,8 @@ def _nothing_is_set_up(monkeypatch):
     for thread in threading.enumerate():  # what was given up, and complains in the log when it ends
         if thread.name == "asel telemetry: closing":
             thread.join(15)
-    assert type(trace.get_tracer_provider()).__name__ == "ProxyTracerProvider"
-    assert type(metrics.get_meter_provider()).__name__ == "_ProxyMeterProvider"
+    assert trace._TRACER_PROVIDER is None
+    assert metrics_globals._METER_PROVIDER is None  # to ask for it would set the one that a variable names
     assert not structlog.is_configured()
 
 
@@ -302,8 +303,18 @@ def test_what_the_application_has_set_up_is_left_alone():
     with receiving() as receiver, configure("first", receiver.endpoint):
         provider = trace.get_tracer_provider()
         with configure("second", receiver.endpoint) as second:
-            assert "traces: left to the provider that the application has set" in str(second)
+            assert "traces: left to the provider that an earlier configure has set" in str(second)
         assert trace.get_tracer_provider() is provider
+
+
+def test_a_provider_of_the_applications_own_is_left_alone(monkeypatch):
+    """And named as the application's."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(shutdown_on_exit=False))
+    with configure("service", "http://127.0.0.1:1") as telemetry:
+        assert "traces: left to the provider that the application has set" in str(telemetry)
+    monkeypatch.undo()
 
 
 @pytest.mark.anyio

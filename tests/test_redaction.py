@@ -8,6 +8,7 @@ import copy
 import logging
 import pickle
 import socket
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import anyio
 import pytest
 from kernels import BEST, COSTS, Blocks, Toy, call, scripted
+from opentelemetry import trace
 from otlp_receiver import receiving
 from redis_server import RedisServer
 from test_otlp import _nothing_is_set_up, one_tune_and_hits  # noqa: F401 - a fixture
@@ -22,7 +24,15 @@ from typer.testing import CliRunner
 
 import asel
 import asel.demo.story
-from asel import AselError, ConfigCache, ConfigSelectorChain, InvalidRequestError, PersistentCache, StoreError
+from asel import (
+    AselError,
+    ConfigCache,
+    ConfigSelectorChain,
+    InvalidRequestError,
+    NoConfigError,
+    PersistentCache,
+    StoreError,
+)
 from asel.cli import app
 from asel.redaction import SecretFilter, redact
 from asel.stores import DirectoryStore, open_store
@@ -50,6 +60,22 @@ ROOT = Path(asel.__file__).parent
         ("'http://me:hunter2@host'", "'http://***@host'"),
         ("matmul@v1 on http://host/path?n=1", "matmul@v1 on http://host/path?n=1"),
         ("C:/Users/me@home, /home/me@home, a:b@c", "C:/Users/me@home, /home/me@home, a:b@c"),
+        ("1redis://me:hunter2@host", "1redis://***@host"),
+        ("a.b/redis://me:hun'ter2@host", "a.b/redis://***@host"),
+        ("redis:////me:hunter2@host", "redis:///***@host"),
+        *((f"/x?{name}=hunter2&n=1", f"/x?{name}=***&n=1") for name in ("code", "pass", "pw", "jwt", "session")),
+        *(
+            (f"/x?n=1&{name}=hunter2", f"/x?n=1&{name}=***")
+            for name in ("passphrase", "accessToken", "X-Amz-Signature")
+        ),
+        ("http://host/#token=hunter2", "http://host/#token=***"),
+        ("/x?token=ab;hunter2", "/x?token=***"),
+        ("/x?a=1,token=hunter2,more", "/x?a=1,token=***"),
+        ("(see /x?key='hunter2').", "(see /x?key=***')."),
+        ("file:/data/op@v1/records.json", "file:/data/op@v1/records.json"),
+        ("file:///data/op@v1.json", "file:///data/op@v1.json"),
+        ("x = y;keys=[1] if a?monkey=5", "x = y;keys=[1] if a?monkey=5"),
+        ("?max_tokens=5&encode=utf8", "?max_tokens=5&encode=utf8"),
         ("", ""),
     ],
 )
@@ -59,12 +85,34 @@ def test_what_is_shown_of_a_url(text, shown):
     assert redact(shown) == shown
 
 
+@pytest.mark.parametrize(
+    "piece", ["key", "?key", "a://", "s3://bucket/x|", "http://x,", "a.", "?", "@", ";a=b", "'", "a:/@", "token=x;"]
+)
+def test_it_takes_linear_time(piece):
+    """Sixteen times the text takes about sixteen times as long, and never 256 times, whatever is in it."""
+
+    def best_of_three(text):
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            redact(text)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    for before, after in (("", ""), ("?", ""), ("http://", "@h"), ("?", "=1"), ("http://x?token=", "@")):
+        short, long = (before + piece * number + after for number in (4_000, 64_000))
+        assert best_of_three(long) < 16 * 6 * max(best_of_three(short), 1e-4)
+
+
 def test_errors_have_no_secret_whoever_words_them():
     """Every error of asel's goes through it; copies and pickles are what they were."""
     error = StoreError("no answer from redis://me:hunter2@host", location="redis://me:hunter2@host")
     for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert (str(each), each.location) == ("no answer from redis://***@host", "redis://***@host")
     assert SECRET not in repr(InvalidRequestError("http://me:hunter2@host")) + repr(AselError("http://x:hunter2@host"))
+    assert str(AselError(OSError("no answer from redis://me:hunter2@host"))) == "no answer from redis://***@host"
+    declined = NoConfigError("no config", declined={"persistent": "redis://me:hunter2@host failed"}).declined
+    assert declined == {"persistent": "redis://***@host failed"}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -342,6 +390,61 @@ def test_a_filter_cleans_messages_and_tracebacks():
     assert shown.startswith("*** for 3, tab\n")
     assert SECRET not in shown
     assert "ValueError: invalid literal for int() with base 10: '***'" in shown
+
+
+def test_a_filter_does_not_raise_into_the_call_that_logs(caplog):
+    """A format string that does not fit its arguments is shown as it is, cleaned."""
+    log = logging.getLogger("asel.test")
+    hidden = SecretFilter(["hunter2"])
+    log.addFilter(hidden)
+    log.warning("%d of HUNTER2", "hunter2")
+    log.removeFilter(hidden)
+    assert caplog.messages == ["%d of *** ('***',)"]
+
+
+# The environment's name, the URL's part: each secret has another value, so that each source is seen to be hidden.
+ECHOED = {
+    "password": "http://me:first-one@{host}",
+    "user": "http://first-one@{host}",
+    "encoded password": "http://me:first%2Done@{host}",
+    "query": "http://{host}?n=first-one",
+    "encoded query": "http://{host}?n=first%2Done",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("change", [str, str.lower, str.upper])
+@pytest.mark.parametrize("source", [*ECHOED, "bearer", "basic", "header", "signal's header", "encoded header"])
+def test_a_collector_that_repeats_a_credential_does_not_get_it_into_the_log(monkeypatch, caplog, source, change):
+    """401, with the credential in the text beside it: as it was sent, decoded, or in part."""
+    headers = {
+        "bearer": ("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer first-one"),
+        "basic": ("OTEL_EXPORTER_OTLP_HEADERS", f"authorization=Basic {base64.b64encode(b'first-one').decode()}"),
+        "header": ("OTEL_EXPORTER_OTLP_HEADERS", "x-any=first-one"),
+        "signal's header": ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "x-any=first-one"),
+        "encoded header": ("OTEL_EXPORTER_OTLP_HEADERS", "x-any=first%2Done"),
+    }
+    if source in headers:
+        monkeypatch.setenv(*headers[source])
+
+    def echo(sent):
+        credential = sent.get("authorization") or sent.get("x-any") or ""
+        part = credential.split()[-1] if credential else ""
+        decoded = base64.b64decode(part).decode() if credential.startswith("Basic") else ""
+        return change(f"no: {credential} {part} {decoded} first-one")
+
+    with receiving() as receiver:
+        receiver.status, receiver.reason = 401, echo
+        host = receiver.endpoint.removeprefix("http://")
+        for signal in ("METRICS", "LOGS"):
+            monkeypatch.setenv(f"OTEL_{signal}_EXPORTER", "none")
+        with configure("service", ECHOED.get(source, "http://{host}").format(host=host)) as telemetry:
+            trace.get_tracer("test").start_span("one").end()
+            assert telemetry.close() is False
+        assert receiver.paths
+    assert any("no: ***" in message.lower() or "no:  " in message.lower() for message in caplog.messages)
+    for secret in ("first-one", base64.b64encode(b"me:first-one").decode(), base64.b64encode(b"first-one").decode()):
+        assert secret.lower() not in caplog.text.lower()
 
 
 # Stores.

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import asel
+# Passed to the programs explicitly: another clone may be the one that is installed.
+CHECKOUT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -32,7 +33,9 @@ import asel
 def state():
     return {"pid": os.getpid(), "path": sys.path, "flags": {name: getattr(sys.flags, name) for name in FLAGS},
             "asel": asel.__file__, "warnings": sys.warnoptions, "usercustomize": "usercustomize" in sys.modules,
-            "safe_children": os.environ.get("PYTHONSAFEPATH"), "argv": sys.argv}
+            "sitecustomize": getattr(sys.modules.get("sitecustomize"), "__file__", None),
+            "safe_children": os.environ.get("PYTHONSAFEPATH"), "python_path": os.environ.get("PYTHONPATH"),
+            "argv": sys.argv}
 
 FLAGS = ["isolated", "ignore_environment", "safe_path", "utf8_mode", "optimize", "dont_write_bytecode", "dev_mode"]
 
@@ -47,6 +50,9 @@ def reading(factor):
 
 PROGRAM = """
 import json, os, sys
+sys.path.insert(0, {checkout!r})
+import asel
+del sys.path[0]
 import anyio, jax, numpy as np
 from asel import Tuner
 {imports}
@@ -91,9 +97,9 @@ class Ground:
         assert told["winner:"] == "3"
         parent, worker = json.loads(told["parent:"]), json.loads(told["worker:"])
         assert parent["pid"] != worker["pid"]
-        assert worker["asel"] == parent["asel"] == asel.__file__
+        assert worker["asel"] == parent["asel"] == str(CHECKOUT / "asel" / "__init__.py")
         assert worker["safe_children"] == "1"
-        assert worker["argv"] == [str(Path(asel.__file__).with_name("_worker.py"))]  # which everybody can see
+        assert worker["argv"] == [str(CHECKOUT / "asel" / "_worker.py")]  # which everybody can see
         return parent, worker
 
     def output(self, *arguments: str | Path, cwd: Path | None = None, python: str = sys.executable) -> dict[str, str]:
@@ -115,7 +121,7 @@ class Ground:
 
     def program(self, *, imports: str = "import kernels", before: str = "", make: str = "scaled") -> Path:
         path = self.app / "program.py"
-        path.write_text(PROGRAM.format(imports=imports, before=before, make=make))
+        path.write_text(PROGRAM.format(checkout=str(CHECKOUT), imports=imports, before=before, make=make))
         return path
 
 
@@ -199,13 +205,35 @@ def test_a_program_that_changes_its_directory(ground):
     assert worker["path"] == [str(ground.app), *parent["path"][1:]]
 
 
+def test_a_location_in_pythonpath(ground):
+    """Modules planted in a PYTHONPATH directory after the parent's imports run neither at the worker's start nor later.
+
+    The worker's own child processes find modules there, as they would if the kernel ran in the parent.
+    """
+    ground.environment["PYTHONPATH"] = os.pathsep.join([str(ground.cwd), "relative"])
+    parent, worker = ground.run(ground.program(before=ground.plant_later))
+    assert str(ground.cwd) in parent["path"]
+    assert worker["path"] == [*parent["path"][:2], str(ground.cwd / "relative"), *parent["path"][3:]]
+    assert worker["python_path"] == str(ground.cwd)
+
+
+def test_a_sitecustomize_in_pythonpath(ground):
+    """The parent ran it when it started, so the worker runs it as well: that file, and no other."""
+    library = ground.root / "library"
+    library.mkdir()
+    (library / "sitecustomize.py").write_text("")
+    ground.environment["PYTHONPATH"] = os.pathsep.join([str(ground.cwd), str(library)])
+    parent, worker = ground.run(ground.program(before=ground.plant_later))
+    assert worker["sitecustomize"] == parent["sitecustomize"] == str(library / "sitecustomize.py")
+
+
 def user_site(base: Path) -> Path:
     return base / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 
 def outside_any_venv(ground: Ground) -> str:
     """Return an interpreter that uses user sites, and have it find what is installed here."""
-    installed = [sysconfig.get_path("purelib"), str(Path(asel.__file__).parent.parent)]
+    installed = [sysconfig.get_path("purelib"), str(CHECKOUT)]
     ground.environment["PYTHONPATH"] = os.pathsep.join(installed)
     return sys._base_executable
 

@@ -10,15 +10,28 @@ import base64
 import math
 import os
 import re
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from typing import Literal
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from asel.errors import InvalidRequestError
 from asel.redaction import redact
 
-__all__ = ["Destination", "Limits", "Plan", "Signal", "choice", "destinations", "number", "planned", "setting"]
+__all__ = [
+    "Destination",
+    "Limits",
+    "Plan",
+    "Signal",
+    "check_resource",
+    "destinations",
+    "planned",
+    "setting",
+    "without_blanks",
+]
 
 Signal = Literal["traces", "metrics", "logs"]
 
@@ -33,6 +46,8 @@ _SAMPLERS = (
     "always_off",
     "traceidratio",
 )
+_METRICS = "OTEL_EXPORTER_OTLP_METRICS_"
+_HISTOGRAMS = ("explicit_bucket_histogram", "base2_exponential_bucket_histogram")
 # Limits that the SDK's providers read when they are made.
 _COUNTS: dict[Signal, tuple[str, ...]] = {
     "traces": (
@@ -53,6 +68,8 @@ _COUNTS: dict[Signal, tuple[str, ...]] = {
         "OTEL_LOGRECORD_ATTRIBUTE_VALUE_LENGTH_LIMIT",
     ),
 }
+# What a socket can wait for: poll() counts milliseconds in an int.
+_MAX_S = min(threading.TIMEOUT_MAX, (2**31 - 1) // 1000)
 # The exporter would log a header that does not fit this form, credentials included.
 _HEADER = re.compile(r"\s*[^\s\"(),/:;<=>?@\[\\\]{}]+\s*=[^\",;\\\x00-\x1f\x7f-\U0010ffff]*")
 
@@ -66,9 +83,16 @@ class Destination:
     """The URL of the signal, without user and password: those are in `headers`."""
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     secrets: tuple[str, ...] = field(default=(), repr=False)
+    credential_provider: EntryPoint | None = None
+    """What makes the HTTP session, instead of the exporter."""
 
     def __str__(self) -> str:
-        return "the console (stderr)" if self.kind == "console" else redact(self.endpoint)
+        if self.kind == "console":
+            return "the console (stderr)"
+        url, mark, query = self.endpoint.partition("?")
+        # Every value: nobody knows under which name a collector expects its token.
+        names = [name + ("=***" if given else "") for name, given, _ in (p.partition("=") for p in query.split("&"))]
+        return redact(url) + mark + "&".join(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +134,21 @@ def planned(signal: Signal, found: list[Destination]) -> Plan:
         InvalidRequestError: a variable has a value that cannot be used.
     """
     for name in _COUNTS[signal]:
-        number(name, 0, minimum=0)
+        _number(name, 0, minimum=0)
+    _choice("OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED", "false", "true")
     if signal == "traces":
         name, share = _sampler()
         return Plan(signal, found, _queue_limits("OTEL_BSP"), name, share)
     if signal == "logs":
         return Plan(signal, found, _queue_limits("OTEL_BLRP"))
+    _choice(f"{_METRICS}TEMPORALITY_PREFERENCE", "cumulative", "delta", "lowmemory")
+    _choice(f"{_METRICS}DEFAULT_HISTOGRAM_AGGREGATION", *_HISTOGRAMS)
     return Plan(
         signal,
         found,
-        exemplar_filter=choice("OTEL_METRICS_EXEMPLAR_FILTER", "trace_based", "always_on", "always_off"),
-        interval_ms=number("OTEL_METRIC_EXPORT_INTERVAL", 60_000, unit="milliseconds"),
-        timeout_ms=number("OTEL_METRIC_EXPORT_TIMEOUT", 30_000, unit="milliseconds"),
+        exemplar_filter=_choice("OTEL_METRICS_EXEMPLAR_FILTER", "trace_based", "always_on", "always_off"),
+        interval_ms=_number("OTEL_METRIC_EXPORT_INTERVAL", 60_000, unit="milliseconds"),
+        timeout_ms=_number("OTEL_METRIC_EXPORT_TIMEOUT", 30_000, unit="milliseconds"),
     )
 
 
@@ -130,8 +157,33 @@ def setting(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
-def number(name: str, default: float, *, unit: str = "", minimum: int | None = None) -> float:
-    """Return a variable as a number above zero, or with a `minimum` as a whole number of at least that.
+@contextmanager
+def without_blanks() -> Iterator[None]:
+    """Hide OpenTelemetry's variables that are empty or blank: parts of the SDK take them for values."""
+    blank = {name: text for name, text in os.environ.items() if name.startswith("OTEL_") and not text.strip()}
+    for name in blank:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(blank)
+
+
+def check_resource() -> None:
+    """Check the attributes that the SDK adds to each resource.
+
+    Raises:
+        InvalidRequestError: they are not a list of names and values.
+    """
+    pieces = [piece for piece in setting("OTEL_RESOURCE_ATTRIBUTES").split(",") if piece.strip()]
+    if not all(piece.partition("=")[0].strip() and "=" in piece for piece in pieces):
+        raise InvalidRequestError(
+            "configure: OTEL_RESOURCE_ATTRIBUTES must be a list of name=value, separated by commas"
+        )
+
+
+def _number(name: str, default: float, *, unit: str = "", minimum: int | None = None) -> float:
+    """Return a variable as a time above zero in its unit, or with a `minimum` as a whole number of at least that.
 
     Raises:
         InvalidRequestError: it is not one.
@@ -143,13 +195,16 @@ def number(name: str, default: float, *, unit: str = "", minimum: int | None = N
         value = float(text) if minimum is None else float(int(text))
     except (ValueError, OverflowError):
         value = math.nan
-    if math.isfinite(value) and (value > 0 if minimum is None else value >= minimum):
+    largest = _MAX_S * (1000 if unit == "milliseconds" else 1)
+    if 0 < value <= largest if minimum is None else minimum <= value < math.inf:
         return value
     kind = f"a number of {unit} above 0" if minimum is None else f"a whole number, {minimum} or more"
+    if minimum is None and value > largest:
+        kind += f", and at most {largest}"
     raise _refused(name, text, f"must be {kind}")
 
 
-def choice(name: str, *choices: str) -> str:
+def _choice(name: str, *choices: str) -> str:
     """Return a variable's value, the first of the choices if it is unset.
 
     Raises:
@@ -163,7 +218,7 @@ def choice(name: str, *choices: str) -> str:
 
 def _sampler() -> tuple[str, float]:
     """Return the sampler's name, and the share of traces it keeps if it is one that has a share."""
-    name = choice("OTEL_TRACES_SAMPLER", *_SAMPLERS)
+    name = _choice("OTEL_TRACES_SAMPLER", *_SAMPLERS)
     if not name.endswith("traceidratio"):
         return name, 1.0
     share = setting("OTEL_TRACES_SAMPLER_ARG")
@@ -178,14 +233,14 @@ def _sampler() -> tuple[str, float]:
 
 def _queue_limits(prefix: Literal["OTEL_BSP", "OTEL_BLRP"]) -> Limits:
     """Return the limits that the variables of a batch processor set: BSP for spans, BLRP for log records."""
-    size = int(number(f"{prefix}_MAX_QUEUE_SIZE", 2048, minimum=1))
-    batch = int(number(f"{prefix}_MAX_EXPORT_BATCH_SIZE", min(512, size), minimum=1))
+    size = int(_number(f"{prefix}_MAX_QUEUE_SIZE", 2048, minimum=1))
+    batch = int(_number(f"{prefix}_MAX_EXPORT_BATCH_SIZE", min(512, size), minimum=1))
     # Checked, and not used, as in the SDK: an exporter has its own, OTEL_EXPORTER_OTLP_TIMEOUT.
-    number(f"{prefix}_EXPORT_TIMEOUT", 30_000, unit="milliseconds")
+    _number(f"{prefix}_EXPORT_TIMEOUT", 30_000, unit="milliseconds")
     if batch > size:
         name = f"{prefix}_MAX_EXPORT_BATCH_SIZE"
         raise _refused(name, setting(name), f"must not be above {prefix}_MAX_QUEUE_SIZE, {size}")
-    delay_ms = number(f"{prefix}_SCHEDULE_DELAY", 5000 if prefix == "OTEL_BSP" else 1000, unit="milliseconds")
+    delay_ms = _number(f"{prefix}_SCHEDULE_DELAY", 5000 if prefix == "OTEL_BSP" else 1000, unit="milliseconds")
     return Limits(size, batch, delay_ms / 1000)
 
 
@@ -227,12 +282,25 @@ def _otlp(signal: Signal, given: str | None, *, asked_for: bool) -> Destination 
         if setting(name):
             break  # the signal's own variable hides the shared one
     for middle in ("", f"{signal.upper()}_"):
-        number(f"OTEL_EXPORTER_OTLP_{middle}TIMEOUT", 10, unit="seconds")
-        choice(f"OTEL_EXPORTER_OTLP_{middle}COMPRESSION", "none", "gzip", "deflate")
+        _number(f"OTEL_EXPORTER_OTLP_{middle}TIMEOUT", 10, unit="seconds")
+        _choice(f"OTEL_EXPORTER_OTLP_{middle}COMPRESSION", "none", "gzip", "deflate")
     user_info, _, host = parts.netloc.rpartition("@")
     headers = _basic_authorization(user_info) if user_info else {}
-    secrets = [*headers.values(), *_passwords(user_info), *_values(parts.query), *_header_values(signal)]
-    return Destination("otlp", urlunsplit(parts._replace(netloc=host)), headers, tuple(secrets))
+    sent = [part for value in headers.values() for part in (value, *value.split()[1:])]
+    secrets = (*sent, *_passwords(user_info), *_values(parts.query), *_header_values(signal))
+    endpoint = urlunsplit(parts._replace(netloc=host))
+    return Destination("otlp", endpoint, headers, secrets, _credential_provider(signal))
+
+
+def _credential_provider(signal: Signal) -> EntryPoint | None:
+    for middle in ("", f"{signal.upper()}_"):  # in the order in which the exporter asks
+        variable = f"OTEL_PYTHON_EXPORTER_OTLP_HTTP_{middle}CREDENTIAL_PROVIDER"
+        if name := setting(variable):
+            found = tuple(entry_points(group="opentelemetry_otlp_credential_provider", name=name))
+            if not found:
+                raise _refused(variable, name, "must be the name of an installed credential provider")
+            return found[0]
+    return None
 
 
 def _split(name: str, url: str) -> SplitResult:
@@ -262,8 +330,9 @@ def _basic_authorization(user_info: str) -> dict[str, str]:
 
 
 def _passwords(user_info: str) -> Iterable[str]:
-    password = user_info.partition(":")[2]
-    return password, unquote(password)
+    user, _, password = user_info.partition(":")
+    secret = password or user  # a token may stand alone
+    return secret, unquote(secret)
 
 
 def _values(query: str) -> Iterable[str]:
@@ -279,8 +348,17 @@ def _header_values(signal: Signal) -> Iterable[str]:
             if not _HEADER.fullmatch(header):
                 raise InvalidRequestError(f"configure: {name} must be a list of name=value, separated by commas")
             value = header.partition("=")[2].strip()
-            found += [value, unquote(value), *unquote(value).split()[1:]]
+            sent = unquote(value).split()
+            found += [value, unquote(value), *sent[1:]]
+            if sent and sent[0].lower() == "basic":
+                found += _basic_passwords(sent[-1])
     return found
+
+
+def _basic_passwords(encoded: str) -> Iterable[str]:
+    with suppress(ValueError):  # not base64, or not text
+        return _passwords(base64.b64decode(encoded).decode())
+    return ()
 
 
 def _refused(name: str, value: str, why: str) -> InvalidRequestError:

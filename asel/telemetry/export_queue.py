@@ -12,15 +12,15 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, Generic, Literal, TypeVar
 
 from asel.redaction import redact
 from asel.telemetry.environment import Limits
 
-__all__ = ["DROP_REASONS", "ExportQueue", "Rank", "dropped_exports"]
+__all__ = ["DROP_REASONS", "ExportQueue", "Outcome", "Rank", "dropped_exports"]
 
 logger = logging.getLogger("asel")
 T = TypeVar("T")
@@ -28,15 +28,12 @@ T = TypeVar("T")
 Reason = Literal["queue_full", "export_failed", "closed"]
 DROP_REASONS: tuple[Reason, ...] = ("queue_full", "export_failed", "closed")
 
-# Attempts to send a vital item. With the exporter's timeout of 10 s and the queue's delay of 5 s, this covers a
-# collector's restart of about a minute; a batch that the collector refuses for good still leaves the queue.
-_MAX_ATTEMPTS = 5
 # How many traces with a vital span are remembered; the least recent is forgotten first.
 _MAX_TRACES = 4096
 
 
 class Rank(IntEnum):
-    """Priorities, lowest first. Each has a queue of its own, `share` times the configured size.
+    """Priorities, lowest first. Each has a queue of its own.
 
     A `COMPANION` is any other item in the trace of a vital one, so that a trace with a tune is kept whole.
     """
@@ -46,42 +43,72 @@ class Rank(IntEnum):
     COMPANION = 2
     VITAL = 3
 
-    @property
-    def share(self) -> int:
-        return (1, 2, 4, 16)[self]
+
+# The bound of each rank's queue, as a multiple of the configured size.
+_SHARES = (1, 2, 4, 16)
+
+
+class Outcome(Enum):
+    """How sending a batch ended."""
+
+    ARRIVED = "arrived"
+    UNREACHED = "the collector cannot be reached or is not ready"
+    UNANSWERED = "the collector does not answer in time"
+    """The batch may have arrived."""
+    REFUSED = "the collector refuses them"
+
+
+# A vital item may fail for this much in total. Five attempts to reach the collector, with the exporter's timeout of
+# 10 s and the queue's delay of 5 s, cover its restart of about a minute. A slow collector gets an item three times at
+# the most, since it may have taken each. An answer that refuses the batch is final.
+_PATIENCE = 5
+_COSTS = {Outcome.UNREACHED: 1, Outcome.UNANSWERED: 2, Outcome.REFUSED: _PATIENCE}
 
 
 class _Queued(Generic[T]):
-    __slots__ = ("attempts_left", "item", "trace")
+    __slots__ = ("epoch", "item", "patience", "trace")
 
-    def __init__(self, item: T, trace: int, attempts: int) -> None:
-        self.item, self.trace, self.attempts_left = item, trace, attempts
+    def __init__(self, item: T, trace: int, patience: int, epoch: int) -> None:
+        self.item, self.trace, self.patience, self.epoch = item, trace, patience, epoch
+
+
+class _Flush:
+    """A caller that waits for the items of an epoch and of those before it."""
+
+    __slots__ = ("epoch", "left", "lost")
+
+    def __init__(self, epoch: int, left: int) -> None:
+        self.epoch, self.left, self.lost = epoch, left, 0
 
 
 class ExportQueue(Generic[T]):
     """Sends items in batches from its own thread, which starts with the first item.
 
-    A full rank drops its oldest item. Vital items are sent first, and sent again if that fails. `send` returns whether
-    the batch arrived.
+    A full rank drops its oldest item. Vital items are sent first, and sent again unless the collector refuses them.
     """
 
-    def __init__(self, signal: str, send: Callable[[list[T]], bool], limits: Limits) -> None:
+    def __init__(self, signal: str, send: Callable[[list[T]], Outcome], limits: Limits) -> None:
         self.signal = signal
         self._send, self._limits = send, limits
+        self._bounds = tuple(share * limits.queue_size for share in _SHARES)
         self._begin()
         for reason in DROP_REASONS:
             _drops[signal, reason] += 0  # a series that starts at zero shows its first increase
         _queues.add(self)
 
     def _begin(self) -> None:
-        self._ranks: dict[Rank, deque[_Queued[T]]] = {rank: deque() for rank in Rank}
+        self._ranks: tuple[deque[_Queued[T]], ...] = tuple(deque() for _ in Rank)
+        self._length = 0
         self._traces: OrderedDict[int, None] = OrderedDict()
         # Re-entrant: a finalizer may end a span while this thread holds the lock.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._flushed = threading.Condition(self._lock)
         self._due = threading.Event()
         self._hurry = threading.Event()
-        self._waiting = 0
-        self._in_flight = 0
+        # Each flush begins an epoch, so that it need not wait for items that are queued after the call.
+        self._epoch = 0
+        self._flushes: list[_Flush] = []
+        self._in_flight: list[_Queued[T]] = []
         # Items lost so far, and that number when the current run of losses began; None while there is none.
         self.lost = 0
         self._lost_before: int | None = None
@@ -90,20 +117,28 @@ class ExportQueue(Generic[T]):
 
     def put(self, item: T, rank: Rank, trace: int = 0) -> None:
         """Queue an item; if its rank is full, drop the oldest one there."""
-        with self._changed:
+        is_first = False
+        with self._lock:
+            queued = _Queued(item, trace, _PATIENCE if rank is Rank.VITAL else 1, self._epoch)
             if self._closed:
-                self._drop(1, "closed")
+                self._lose([queued], "closed")
                 return
-            attempts = _MAX_ATTEMPTS if rank is Rank.VITAL else 1
-            is_first = self._append(self._rank_in_trace(rank, trace), _Queued(item, trace, attempts))
-            self._start()
-            if len(self) >= self._limits.batch_size:
+            rank = self._rank_in_trace(rank, trace)
+            queue = self._ranks[rank]
+            if len(queue) < self._bounds[rank]:
+                queue.append(queued)
+            else:
+                is_first = self._append(rank, queued)
+            self._length += 1
+            if self._thread is None:
+                self._start()
+            if self._length >= self._limits.batch_size and not self._due.is_set():
                 self._due.set()
         if is_first:
-            self._warn_drops_began()
+            self._warn_drops_began("the collector is not keeping up; hits go first, tunes and errors last")
 
     def __len__(self) -> int:
-        return sum(map(len, self._ranks.values()))
+        return self._length
 
     def _rank_in_trace(self, rank: Rank, trace: int) -> Rank:
         if rank is Rank.VITAL and trace:
@@ -115,40 +150,48 @@ class ExportQueue(Generic[T]):
 
     def _append(self, rank: Rank, queued: _Queued[T]) -> bool:
         queue, is_first = self._ranks[rank], False
-        if len(queue) >= rank.share * self._limits.queue_size:
+        if len(queue) >= self._bounds[rank]:
             oldest = queue.popleft()
             # A vital span of its trace may have arrived since it was queued.
             better = self._rank_in_trace(rank, oldest.trace)
-            is_first = self._drop(1, "queue_full") if better is rank else self._append(better, oldest)
+            if better is rank:
+                self._length -= 1
+                is_first = self._lose([oldest], "queue_full")
+            else:
+                is_first = self._append(better, oldest)
         queue.append(queued)
         return is_first
 
-    def _drop(self, number: int, reason: Reason) -> bool:
-        """Count a loss; return whether it is the first since the queue was last empty."""
+    def _lose(self, items: Sequence[_Queued[T]], reason: Reason) -> bool:
+        """Count a loss; return whether it is the first of a run, which ends when the queue has been sent."""
         with _drops_lock:
-            _drops[self.signal, reason] += number
-        is_first = self._lost_before is None
+            _drops[self.signal, reason] += len(items)
+        for flush in self._flushes:
+            flush.lost += sum(queued.epoch <= flush.epoch for queued in items)
+        is_first = self._lost_before is None and reason != "closed"
         if is_first:
             self._lost_before = self.lost
-        self.lost += number
+        self.lost += len(items)
+        if self._flushes:
+            self._leave(items)
         return is_first
 
-    def _warn_drops_began(self) -> None:
-        logger.warning(
-            "the collector is not keeping up with %s; dropping hits first, tunes and errors last "
-            "(asel.telemetry.dropped has the count)",
-            self.plural,
-        )
+    def _leave(self, items: Sequence[_Queued[T]]) -> None:
+        for flush in self._flushes:
+            flush.left -= sum(queued.epoch <= flush.epoch for queued in items)
+        self._flushed.notify_all()
+
+    def _warn_drops_began(self, why: str) -> None:
+        logger.warning("dropping %s: %s (asel.telemetry.dropped has the count)", self.plural, why)
 
     # In the thread.
 
     def _start(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"asel telemetry: {self.signal}", daemon=True)
-            # Too many threads, or the interpreter is exiting: the item stays queued and the next one tries again.
-            with suppress(RuntimeError):
-                thread.start()
-                self._thread = thread
+        thread = threading.Thread(target=self._run, name=f"asel telemetry: {self.signal}", daemon=True)
+        # Too many threads, or the interpreter is exiting: the item stays queued and the next one tries again.
+        with suppress(RuntimeError):
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         while not self._is_over():
@@ -157,56 +200,62 @@ class ExportQueue(Generic[T]):
             self._send_due()
 
     def _is_over(self) -> bool:
-        with self._changed:
-            return self._closed and not len(self)
+        with self._lock:
+            return self._closed and not self._length
 
     def _send_due(self) -> None:
         enough = 1  # the delay has passed, or a flush is waiting
-        while len(self) >= enough:
+        while self._length >= enough:
             if not self._send_batch():
                 self._hurry.wait(self._limits.delay_s)  # let a failing collector recover
-            enough = 1 if self._waiting else self._limits.batch_size
-        with self._changed:
-            if len(self) or self._lost_before is None:
-                return
-            lost, self._lost_before = self.lost - self._lost_before, None
-        logger.warning("the queue of %s is empty again; %d were dropped", self.plural, lost)
+            enough = 1 if self._flushes else self._limits.batch_size
 
     def _send_batch(self) -> bool:
-        with self._changed:
-            batch = list(self._take(self._limits.batch_size))
-            self._in_flight = len(batch)
+        with self._lock:
+            batch = self._in_flight = list(self._take(self._limits.batch_size))
+        why = ""
         try:
-            arrived = self._send([queued.item for queued in batch])
-        except Exception as error:  # an exporter's error must not end the thread
-            logger.warning("sending %s failed: %s: %s", self.plural, type(error).__name__, redact(error))
-            arrived = False
-        is_first = False
-        with self._changed:
-            if not arrived and not self._abandoned:
-                is_first = self._requeue_vital(batch)
-            self._in_flight = 0
-            self._changed.notify_all()
-        if is_first:
-            self._warn_drops_began()
-        return arrived
+            outcome = self._send([queued.item for queued in batch])
+        except BaseException as error:  # nothing that an exporter raises, SystemExit included, may end the thread
+            outcome, why = Outcome.UNREACHED, f"{type(error).__name__}: {redact(error)}"
+        lost = None
+        with self._lock:
+            if self._in_flight is not batch:
+                return outcome is Outcome.ARRIVED  # abandoned meanwhile, and counted
+            self._in_flight = []
+            if outcome is not Outcome.ARRIVED:
+                is_first = self._requeue_vital(batch, outcome)
+            else:
+                self._leave(batch)
+                if not self._length and self._lost_before is not None:
+                    lost, self._lost_before = self.lost - self._lost_before, None
+        if outcome is not Outcome.ARRIVED and is_first:
+            self._warn_drops_began(why or outcome.value)
+        elif why:
+            logger.warning("sending %s failed: %s", self.plural, why)
+        if lost:
+            logger.warning("the queue of %s is empty again; %d were dropped", self.plural, lost)
+        return outcome is Outcome.ARRIVED
 
     def _take(self, number: int) -> Iterator[_Queued[T]]:
-        for rank in sorted(Rank, reverse=True):
-            queue = self._ranks[rank]
+        for queue in reversed(self._ranks):
             while queue and number:
                 number -= 1
-                queued = queue.popleft()
-                queued.attempts_left -= 1
-                yield queued
+                self._length -= 1
+                yield queue.popleft()
 
-    def _requeue_vital(self, batch: list[_Queued[T]]) -> bool:
-        retried = [queued for queued in batch if queued.attempts_left]
-        room = Rank.VITAL.share * self._limits.queue_size - len(self._ranks[Rank.VITAL])
+    def _requeue_vital(self, batch: list[_Queued[T]], outcome: Outcome) -> bool:
+        for queued in batch:
+            queued.patience -= _COSTS[outcome]
+        vital = self._ranks[Rank.VITAL]
+        room = self._bounds[Rank.VITAL] - len(vital)
+        retried = [queued for queued in batch if queued.patience > 0]
         retried = retried[max(0, len(retried) - room) :]
-        self._ranks[Rank.VITAL].extendleft(reversed(retried))
-        lost = len(batch) - len(retried)
-        return self._drop(lost, "export_failed") if lost else False
+        vital.extendleft(reversed(retried))
+        self._length += len(retried)
+        kept = set(map(id, retried))
+        lost = [queued for queued in batch if id(queued) not in kept]
+        return self._lose(lost, "export_failed") if lost else False
 
     # From outside.
 
@@ -216,50 +265,58 @@ class ExportQueue(Generic[T]):
         return "spans" if self.signal == "traces" else "log records"
 
     def flush(self, timeout_s: float) -> bool:
-        """Send everything queued; return False if that takes longer or an item was lost."""
+        """Send everything queued before the call; return False if that takes longer or one of those was lost."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            lost = self.lost
-            self._waiting += 1
+        with self._lock:
+            flush = _Flush(self._epoch, self._length + len(self._in_flight))
+            self._flushes.append(flush)
+            self._epoch += 1
             self._hurry.set()
             self._due.set()
             try:
-                while (len(self) or self._in_flight) and not self._abandoned:
+                while flush.left > 0 and not self._abandoned:
                     left = deadline - time.monotonic()
                     if left <= 0 or self._thread is None:
                         return False
-                    self._changed.wait(left)
-                return self.lost == lost
+                    self._flushed.wait(min(left, threading.TIMEOUT_MAX))
+                return not flush.lost
             finally:
-                self._waiting -= 1
-                if not self._waiting and not self._closed:
+                self._flushes.remove(flush)
+                if not self._flushes and not self._closed:
                     self._hurry.clear()
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new items and send the queued ones; return False if that takes longer or an item was lost."""
-        with self._changed:
+        with self._lock:
             self._closed = True
         flushed = self.flush(timeout_s)
         self.abandon()
-        if flushed and self._thread is not None:
-            self._thread.join(1.0)  # the queue is empty, so the thread is about to end
+        if flushed:
+            self.join(1.0)  # the queue is empty, so the thread is about to end
         return flushed
 
     def abandon(self) -> None:
         """Refuse new items and drop the queued ones. A batch in flight counts as lost, though it may still arrive."""
-        with self._changed:
+        with self._lock:
             if self._abandoned:
                 return
             self._closed = self._abandoned = True
-            left = len(self) + self._in_flight
-            for queue in self._ranks.values():
-                queue.clear()
-            if left:
-                self._drop(left, "closed")
-                self._lost_before = None  # the caller reports it
+            dropped = 0 if self._lost_before is None else self.lost - self._lost_before
+            left = [*self._in_flight, *self._take(self._length)]
+            self._in_flight = []
+            self._lose(left, "closed")
             self._hurry.set()
             self._due.set()
-            self._changed.notify_all()
+            self._flushed.notify_all()
+        if dropped:
+            logger.warning("%d %s were dropped before telemetry was closed", dropped, self.plural)
+        if left:
+            logger.warning("telemetry was closed with %d %s unsent", len(left), self.plural)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the thread of a closed queue to end."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
 
 # For the whole process: the metric that reports them outlives each queue.

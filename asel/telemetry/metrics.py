@@ -142,7 +142,7 @@ class MetricsSink:
             "asel.telemetry.dropped",
             [self._dropped],
             "{item}",
-            "Events that were not, and spans and log records that were not sent, by reason.",
+            "Telemetry that was lost: events that were not recorded, spans and log records that may not have arrived.",
         )
         buckets = list(DURATION_BUCKETS_S)
         return {

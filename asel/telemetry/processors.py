@@ -21,8 +21,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import StatusCode
 
+from asel.telemetry.connections import Connection
 from asel.telemetry.environment import Limits
-from asel.telemetry.export_queue import ExportQueue, Rank
+from asel.telemetry.export_queue import ExportQueue, Outcome, Rank
 from asel.telemetry.names import SPANS
 
 __all__ = ["LogQueue", "SpanQueue", "rank_of_log", "rank_of_span"]
@@ -53,17 +54,11 @@ def rank_of_log(record: Any) -> Rank:
     return Rank.HIT if 0 < severity < _INFO else Rank.ORDINARY
 
 
-class SpanQueue(SpanProcessor):
-    """Exports sampled spans through a queue."""
+class _Exporting:
+    """What the processors of both signals have in common."""
 
-    def __init__(self, exporter: Any, limits: Limits) -> None:
-        self._exporter = exporter
-        self.queue: ExportQueue[ReadableSpan] = ExportQueue("traces", _sender(exporter), limits)
-
-    def on_end(self, span: ReadableSpan) -> None:
-        context = span.context
-        if context is not None and context.trace_flags.sampled:
-            self.queue.put(span, rank_of_span(span), context.trace_id)
+    queue: ExportQueue[Any]
+    _exporter: Any
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self.queue.flush(timeout_millis / 1000)
@@ -73,12 +68,25 @@ class SpanQueue(SpanProcessor):
         self._exporter.shutdown()
 
 
-class LogQueue(LogRecordProcessor):
+class SpanQueue(_Exporting, SpanProcessor):
+    """Exports sampled spans through a queue."""
+
+    def __init__(self, exporter: Any, limits: Limits, connection: Connection | None = None) -> None:
+        self._exporter = exporter
+        self.queue: ExportQueue[ReadableSpan] = ExportQueue("traces", _sender(exporter, connection), limits)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        context = span.context
+        if context is not None and context.trace_flags.sampled:
+            self.queue.put(span, rank_of_span(span), context.trace_id)
+
+
+class LogQueue(_Exporting, LogRecordProcessor):
     """Exports log records through a queue."""
 
-    def __init__(self, exporter: Any, limits: Limits) -> None:
+    def __init__(self, exporter: Any, limits: Limits, connection: Connection | None = None) -> None:
         self._exporter = exporter
-        self.queue: ExportQueue[ReadableLogRecord] = ExportQueue("logs", _sender(exporter), limits)
+        self.queue: ExportQueue[ReadableLogRecord] = ExportQueue("logs", _sender(exporter, connection), limits)
 
     def on_emit(self, log_record: ReadWriteLogRecord) -> None:
         record = copy.copy(log_record.log_record)
@@ -87,20 +95,17 @@ class LogQueue(LogRecordProcessor):
         readable = ReadableLogRecord(record, resource, log_record.instrumentation_scope, log_record.limits)
         self.queue.put(readable, rank_of_log(record))
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self.queue.flush(timeout_millis / 1000)
 
-    def shutdown(self) -> None:
-        self.queue.close(_SHUTDOWN_S)
-        self._exporter.shutdown()
-
-
-def _sender(exporter: Any) -> Callable[[Sequence[Any]], bool]:
-    def send(batch: Sequence[Any]) -> bool:
+def _sender(exporter: Any, connection: Connection | None) -> Callable[[Sequence[Any]], Outcome]:
+    def send(batch: Sequence[Any]) -> Outcome:
         # Without this, an instrumented HTTP client would make a span for each export, and so another export.
         token = attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
         try:
-            return bool(exporter.export(batch).name == "SUCCESS")
+            if connection is not None:
+                connection.outcomes.clear()
+            if exporter.export(batch).name == "SUCCESS":
+                return Outcome.ARRIVED
+            return Outcome.UNREACHED if connection is None else connection.failure()
         finally:
             detach(token)
 

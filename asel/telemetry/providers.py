@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
+import opentelemetry.metrics._internal as metrics_globals
+from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import ConsoleLogRecordExporter
 from opentelemetry.sdk.metrics import (
@@ -19,7 +24,8 @@ from opentelemetry.sdk.trace import TracerProvider, sampling
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
 from asel.errors import InvalidRequestError
-from asel.telemetry.environment import Destination, Plan, Signal
+from asel.telemetry.connections import Connection
+from asel.telemetry.environment import Destination, Limits, Plan, Signal
 from asel.telemetry.export_queue import ExportQueue
 from asel.telemetry.processors import LogQueue, SpanQueue
 
@@ -39,31 +45,51 @@ _FILTERS: dict[str, Any] = {
 
 
 def make_providers(
-    service_name: str, plans: list[Plan], made: list[Any], queues: list[ExportQueue[Any]]
-) -> dict[Signal, Any]:
-    """Return a provider for each plan, without making any of them global.
+    service_name: str, plans: list[Plan], made: dict[Signal, Any], queues: list[ExportQueue[Any]]
+) -> None:
+    """Make a provider for each plan, without making any of them global.
 
     Each provider is added to `made` and each queue to `queues` at once, so that the caller can undo a later failure.
 
     Raises:
-        InvalidRequestError: the exporter is not installed.
+        InvalidRequestError: the exporter is not installed, or its credential provider does not work.
     """
     resource = Resource.create({"service.name": service_name})
-    makers = {"traces": _make_traces, "metrics": _make_metrics, "logs": _make_logs}
-    return {plan.signal: makers[plan.signal](resource, plan, made, queues) for plan in plans}
+    planned = {plan.signal: plan for plan in plans}
+    # Metrics first: the others report their own metrics there. Left to themselves they would ask for the global
+    # provider, and so set the one that OTEL_PYTHON_METER_PROVIDER names.
+    if "metrics" in planned:
+        made["metrics"] = _make_metrics(resource, planned["metrics"])
+    meters = made.get("metrics") or metrics_globals._METER_PROVIDER or NoOpMeterProvider()
+    if "traces" in planned:
+        plan = planned["traces"]
+        traces = TracerProvider(_sampler(plan), resource, shutdown_on_exit=False, **_accepted(TracerProvider, meters))
+        made["traces"] = traces
+        for destination in plan.destinations:
+            spans = SpanQueue(*_queue_arguments(plan, destination, meters))
+            queues.append(spans.queue)
+            traces.add_span_processor(spans)
+    if "logs" in planned:
+        plan = planned["logs"]
+        logs = LoggerProvider(resource, shutdown_on_exit=False, **_accepted(LoggerProvider, meters))
+        made["logs"] = logs
+        for destination in plan.destinations:
+            records = LogQueue(*_queue_arguments(plan, destination, meters))
+            queues.append(records.queue)
+            logs.add_log_record_processor(records)
 
 
 # No provider shuts down at exit by itself: the SDK would wait long for a dead collector. `Telemetry.close` is bounded.
 
 
-def _make_traces(resource: Resource, plan: Plan, made: list[Any], queues: list[ExportQueue[Any]]) -> TracerProvider:
-    provider = TracerProvider(_sampler(plan), resource, shutdown_on_exit=False)
-    made.append(provider)
-    for destination in plan.destinations:
-        processor = SpanQueue(_exporter(plan.signal, destination), plan.limits)
-        queues.append(processor.queue)
-        provider.add_span_processor(processor)
-    return provider
+def _accepted(kind: Callable[..., Any], meters: Any) -> dict[str, Any]:
+    """Return the option that says where an object reports its own metrics; older SDKs do not have it."""
+    return {"meter_provider": meters} if "meter_provider" in signature(kind).parameters else {}
+
+
+def _queue_arguments(plan: Plan, destination: Destination, meters: Any) -> tuple[Any, Limits, Connection | None]:
+    exporter, connection = _exporter(plan.signal, destination, meters)
+    return exporter, plan.limits, connection
 
 
 def _sampler(plan: Plan) -> sampling.Sampler:
@@ -81,40 +107,52 @@ def _sampler(plan: Plan) -> sampling.Sampler:
     return sampling.DEFAULT_ON
 
 
-def _make_metrics(resource: Resource, plan: Plan, made: list[Any], queues: list[ExportQueue[Any]]) -> MeterProvider:
+def _make_metrics(resource: Resource, plan: Plan) -> MeterProvider:
     readers: list[PeriodicExportingMetricReader] = []
     try:
         for destination in plan.destinations:
-            exporter = _exporter(plan.signal, destination)
+            exporter, _ = _exporter(plan.signal, destination, NoOpMeterProvider())
             readers.append(PeriodicExportingMetricReader(exporter, plan.interval_ms, plan.timeout_ms))
         exemplars = _FILTERS[plan.exemplar_filter]()
-        provider = MeterProvider(readers, resource, exemplar_filter=exemplars, shutdown_on_exit=False)
+        return MeterProvider(readers, resource, exemplar_filter=exemplars, shutdown_on_exit=False)
     except BaseException:
         for reader in readers:  # each has started a thread
             reader.shutdown()
         raise
-    made.append(provider)
-    return provider
 
 
-def _make_logs(resource: Resource, plan: Plan, made: list[Any], queues: list[ExportQueue[Any]]) -> LoggerProvider:
-    provider = LoggerProvider(resource, shutdown_on_exit=False)
-    made.append(provider)
-    for destination in plan.destinations:
-        processor = LogQueue(_exporter(plan.signal, destination), plan.limits)
-        queues.append(processor.queue)
-        provider.add_log_record_processor(processor)
-    return provider
-
-
-def _exporter(signal: Signal, destination: Destination) -> Any:
-    console, module_name, kind = _EXPORTERS[signal]
+def _exporter(signal: Signal, destination: Destination, meters: Any) -> tuple[Any, Connection | None]:
+    console, module_name, name = _EXPORTERS[signal]
     if destination.kind == "console":
-        return console(out=sys.stderr)  # stdout is the program's own
+        return console(out=sys.stderr), None  # stdout is the program's own
     try:
-        module = __import__(f"opentelemetry.exporter.otlp.proto.http.{module_name}", fromlist=[kind])
+        kind = getattr(import_module(f"opentelemetry.exporter.otlp.proto.http.{module_name}"), name)
+        connection = Connection(_session(destination))
     except ImportError as error:
         raise InvalidRequestError(
             f"configure: sending {signal} to {destination} needs an exporter; install it with: pip install 'asel[otlp]'"
         ) from error
-    return getattr(module, kind)(endpoint=destination.endpoint, headers=destination.headers or None)
+    headers = destination.headers or None
+    exporter = kind(
+        endpoint=destination.endpoint, headers=headers, session=connection.session, **_accepted(kind, meters)
+    )
+    return exporter, connection
+
+
+def _session(destination: Destination) -> Any:
+    requests = import_module("requests")
+    found = destination.credential_provider
+    if found is None:
+        return requests.Session()
+    try:
+        session = found.load()()
+    except Exception as error:
+        raise InvalidRequestError(
+            f"configure: the credential provider {found.name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(session, requests.Session):
+        raise InvalidRequestError(
+            f"configure: the credential provider {found.name!r} returned {type(session).__name__},"
+            " and should return a requests.Session"
+        )
+    return session

@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +22,17 @@ import structlog
 from opentelemetry import _logs, metrics, trace
 from opentelemetry.util._once import Once
 
+from asel.errors import InvalidRequestError
 from asel.redaction import SecretFilter, redact
-from asel.telemetry.environment import Plan, Signal, destinations, planned, setting
+from asel.telemetry.environment import (
+    Plan,
+    Signal,
+    check_resource,
+    destinations,
+    planned,
+    setting,
+    without_blanks,
+)
 from asel.telemetry.export_queue import ExportQueue
 from asel.telemetry.names import VERSION
 from asel.telemetry.outputs import Output, configure_structlog, printed, sent
@@ -33,6 +43,9 @@ __all__ = ["Telemetry", "configure"]
 
 logger = logging.getLogger("asel")
 _OFF = "OTEL_SDK_DISABLED is set"
+_CLOSING = "asel telemetry: closing"
+# Of the time for closing, before queued spans and log records are given up and the metrics are sent.
+_QUEUES_SHARE = 0.7
 # Loggers whose messages may repeat the URL of a request or a collector's answer.
 _LOGGERS = (
     "opentelemetry.exporter.otlp.common.http",
@@ -41,6 +54,7 @@ _LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.metric_exporter",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.sdk.metrics._internal.export",
+    "opentelemetry.sdk.resources",
     "urllib3.connectionpool",
 )
 
@@ -56,22 +70,24 @@ class Telemetry:
         self.service_name = service_name
         self.close_timeout_s = close_timeout_s
         self.did: list[str] = []
-        self._providers: list[Any] = []
+        self._providers: dict[Signal, Any] = {}
         self._queues: list[ExportQueue[Any]] = []
         self._undo: list[Callable[[], object]] = []
         # For when no request is in flight any more.
         self._undo_last: list[Callable[[], object]] = []
+        self._closing = threading.RLock()
         self._closed = False
+        self._sent_all = False
 
     def __str__(self) -> str:
-        return "\n".join([f"telemetry of {self.service_name!r}", *(f"  {line}" for line in self.did)])
+        return "\n".join([f"telemetry of {redact(self.service_name)!r}", *(f"  {line}" for line in self.did)])
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Send what there is; False if the collector does not take it in time. Blocks: not for event loops."""
         deadline = time.monotonic() + timeout_s
         flushed = shared_pipeline().flush(timeout_s)
         left_ms = max(0, round((deadline - time.monotonic()) * 1000))
-        calls = [functools.partial(provider.force_flush, left_ms) for provider in self._providers]
+        calls = [functools.partial(provider.force_flush, left_ms) for provider in self._providers.values()]
         return _all_within(deadline, calls) and flushed
 
     def close(self) -> bool:
@@ -79,23 +95,42 @@ class Telemetry:
 
         Unsent spans and log records are counted in `asel.telemetry.dropped`, and a warning has their number.
         """
-        if self._closed:
-            return True
-        self._closed = True
+        if not self._closing.acquire(timeout=2 * self.close_timeout_s):  # another thread is closing it
+            return False
+        try:
+            if not self._closed:
+                self._closed = True
+                self._sent_all = self._close()
+            return self._sent_all
+        finally:
+            self._closing.release()
+
+    def _close(self) -> bool:
         atexit.unregister(self.close)
-        deadline = time.monotonic() + self.close_timeout_s
-        lost = [queue.lost for queue in self._queues]
+        begun = time.monotonic()
         flushed = shared_pipeline().flush(self.close_timeout_s)
         _run_all(self._undo)
-        closed = _all_within(deadline, [provider.shutdown for provider in self._providers])
-        for queue, before in zip(self._queues, lost, strict=True):
+        lost = sum(queue.lost for queue in self._queues)
+        # Metrics last, and with time of their own: they report what the queues lost.
+        queued = [provider.shutdown for signal, provider in self._providers.items() if signal != "metrics"]
+        threads: list[threading.Thread] = []
+        closed = _all_within(begun + _QUEUES_SHARE * self.close_timeout_s, queued, threads)
+        for queue in self._queues:
             queue.abandon()
-            if unsent := queue.lost - before:
-                closed = False
-                logger.warning("telemetry was closed with %d %s unsent", unsent, queue.plural)
-        if closed:  # else a request may be in flight, and its failure will be logged later
+        sums = [provider.shutdown for signal, provider in self._providers.items() if signal == "metrics"]
+        closed = _all_within(begun + self.close_timeout_s, sums, threads) and closed
+        if closed:
             _run_all(self._undo_last)
-        return closed and flushed
+        else:  # a request may be in flight, and its failure will be logged later
+            threading.Thread(target=self._undo_after, args=[threads], name=_CLOSING, daemon=True).start()
+        return closed and flushed and lost == sum(queue.lost for queue in self._queues)
+
+    def _undo_after(self, threads: list[threading.Thread]) -> None:
+        for queue in self._queues:
+            queue.join()
+        for thread in threads:
+            thread.join()
+        _run_all(self._undo_last)
 
     async def aclose(self) -> bool:
         """Close, without holding up the event loop."""
@@ -123,7 +158,7 @@ class Telemetry:
         for queue in self._queues:
             queue.abandon()
         _run_all(self._undo)
-        _all_within(time.monotonic() + self.close_timeout_s, [provider.shutdown for provider in self._providers])
+        _all_within(time.monotonic() + self.close_timeout_s, [p.shutdown for p in self._providers.values()])
         _run_all(self._undo_last)
 
 
@@ -154,9 +189,10 @@ def configure(
     telemetry = Telemetry(setting("OTEL_SERVICE_NAME") or service_name, close_timeout_s)
     plans = _plans(telemetry, otlp_endpoint)
     try:
-        providers = _make(telemetry, plans)
-        outputs = _make_outputs(telemetry, providers.get("logs"), console, None if file is None else Path(file))
-        _make_global(telemetry, providers)
+        _make(telemetry, plans)
+        log_provider = telemetry._providers.get("logs")
+        outputs = _make_outputs(telemetry, log_provider, console, None if file is None else Path(file))
+        _make_global(telemetry)
         if outputs:
             telemetry._undo.append(structlog.reset_defaults)
             configure_structlog(outputs)
@@ -182,8 +218,10 @@ def _plans(telemetry: Telemetry, otlp_endpoint: str | None) -> list[Plan]:
         return []
     plans = []
     for signal, (module, name) in _GLOBALS.items():
-        if getattr(module, name, None) is not None:
-            telemetry.did.append(f"{signal}: left to the provider that the application has set")
+        provider = getattr(module, name, None)
+        if provider is not None:
+            by = "an earlier configure" if provider in _made_here else "the application"
+            telemetry.did.append(f"{signal}: left to the provider that {by} has set")
         elif found := destinations(signal, otlp_endpoint):
             plans.append(planned(signal, found))
             telemetry.did.append(str(plans[-1]))
@@ -191,17 +229,20 @@ def _plans(telemetry: Telemetry, otlp_endpoint: str | None) -> list[Plan]:
             variable = f"OTEL_{signal.upper()}_EXPORTER"
             why = f"{variable} is none" if setting(variable) else "there is no endpoint"
             telemetry.did.append(f"{signal}: nowhere, {why}")
+    if plans:
+        check_resource()
     return plans
 
 
-def _make(telemetry: Telemetry, plans: list[Plan]) -> dict[Signal, Any]:
-    """Return a provider for each plan, not yet global."""
+def _make(telemetry: Telemetry, plans: list[Plan]) -> None:
+    """Make a provider for each plan, not yet global."""
     if not plans:
-        return {}
+        return
     from asel.telemetry.providers import make_providers
 
     _hide(telemetry, [secret for plan in plans for to in plan.destinations for secret in to.secrets])
-    return make_providers(telemetry.service_name, plans, telemetry._providers, telemetry._queues)
+    with without_blanks():
+        make_providers(telemetry.service_name, plans, telemetry._providers, telemetry._queues)
 
 
 def _hide(telemetry: Telemetry, secrets: list[str]) -> None:
@@ -211,17 +252,25 @@ def _hide(telemetry: Telemetry, secrets: list[str]) -> None:
         telemetry._undo_last.append(functools.partial(logging.getLogger(name).removeFilter, hidden))
 
 
-def _make_global(telemetry: Telemetry, providers: dict[Signal, Any]) -> None:
+def _make_global(telemetry: Telemetry) -> None:
     setters: dict[Signal, Callable[[Any], None]] = {
         "traces": trace.set_tracer_provider,
         "metrics": metrics.set_meter_provider,
         "logs": _logs.set_logger_provider,
     }
-    for signal, provider in providers.items():
+    for signal, provider in telemetry._providers.items():
+        module, name = _GLOBALS[signal]
         # Before the setter, which may fail after it has set the provider.
-        telemetry._undo.append(functools.partial(_unset, *_GLOBALS[signal], provider))
+        telemetry._undo.append(functools.partial(_unset, module, name, provider))
+        _made_here.add(provider)
         setters[signal](provider)
+        if getattr(module, name, None) is not provider:  # OpenTelemetry only logs that
+            raise InvalidRequestError(
+                f"configure: another provider for {signal} was set at the same moment; call configure before it"
+            )
 
+
+_made_here: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _GLOBALS: dict[Signal, tuple[Any, str]] = {
     "traces": (trace, "_TRACER_PROVIDER"),
@@ -237,16 +286,23 @@ def _unset(module: Any, name: str, provider: Any) -> None:
         setattr(module, f"{name}_SET_ONCE", Once())
 
 
-def _all_within(deadline: float, calls: Sequence[Callable[[], object]]) -> bool:
-    """Make calls that may block, each in a thread; return whether all ended in time and none returned False."""
+def _all_within(
+    deadline: float, calls: Sequence[Callable[[], object]], started: list[threading.Thread] | None = None
+) -> bool:
+    """Make calls that may block, each in a thread; return whether all ended in time and none returned False.
+
+    The threads are added to `started`.
+    """
     results: list[object] = []
 
     def run(call: Callable[[], object]) -> None:
         results.append(call())
 
-    threads = [threading.Thread(target=run, args=[call], name="asel telemetry: closing", daemon=True) for call in calls]
+    threads = [threading.Thread(target=run, args=[call], name=_CLOSING, daemon=True) for call in calls]
     for thread in threads:
         thread.start()
+    if started is not None:
+        started += threads
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return len(results) == len(calls) and False not in results

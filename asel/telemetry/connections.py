@@ -1,0 +1,74 @@
+"""The HTTP sessions of exporters: how their requests ended, and new connections after a fork.
+
+An exporter says only whether a batch arrived. Whether it is worth sending again depends on how the request failed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from importlib import import_module
+from typing import Any
+
+from asel.telemetry.export_queue import Outcome
+
+__all__ = ["Connection"]
+
+# Too many requests, bad gateway, unavailable, gateway timeout: OTLP lets a client send the request again.
+_RETRYABLE = frozenset({429, 502, 503, 504})
+
+
+class Connection:
+    """Watches a `requests.Session`, whoever made it."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.outcomes: list[Outcome] = []
+        self._request = session.request
+        self._errors = import_module("requests.exceptions")
+        session.request = self._watched
+        _connections.add(self)
+
+    def _watched(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            response = self._request(*arguments, **options)
+        except Exception as error:
+            self.outcomes.append(self._outcome_of(error))
+            raise
+        is_retryable = response.status_code in _RETRYABLE
+        self.outcomes.append(Outcome.UNREACHED if is_retryable else Outcome.REFUSED)
+        return response
+
+    def _outcome_of(self, error: Exception) -> Outcome:
+        if isinstance(error, self._errors.ReadTimeout):
+            return Outcome.UNANSWERED
+        is_connection = isinstance(error, (self._errors.ConnectionError, self._errors.Timeout))
+        return Outcome.UNREACHED if is_connection else Outcome.REFUSED  # such as a URL that cannot be used
+
+    def failure(self) -> Outcome:
+        """Return why an export failed, from its requests; without a request it was the exporter that refused."""
+        if Outcome.UNANSWERED in self.outcomes:
+            return Outcome.UNANSWERED  # the exporter may have tried to connect once more
+        return self.outcomes[-1] if self.outcomes else Outcome.REFUSED
+
+    def renew(self) -> None:
+        """Open new connections from now on, and use no lock that another thread may have held."""
+        session = self.session
+        for prefix, adapter in list(session.adapters.items()):
+            session.adapters[prefix] = copy.copy(adapter)  # has the settings, and an empty pool
+        session.cookies = copy.copy(session.cookies)
+        self.outcomes = []
+
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # Two processes that write to one connection make nonsense of both their requests.
+    for connection in list(_connections):
+        connection.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
