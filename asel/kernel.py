@@ -251,8 +251,12 @@ def key_builder_of(kernel: Any) -> Callable[[Any], Any] | None:
     """Return the kernel's key builder as a function of the invocation alone.
 
     A plain function in a class body turns into a method when it is looked up. Whether `self` was
-    meant to be its first parameter shows in how many it has.
+    meant to be its first parameter shows in how many it has. A partial stays what it is, though a later
+    Python will make a method of it: looking it up would warn of that.
     """
+    declared = inspect.getattr_static(kernel, "key_builder", None)
+    if isinstance(declared, functools.partial):
+        return declared
     builder = getattr(kernel, "key_builder", None)
     if builder is None or not inspect.ismethod(builder):
         return builder
