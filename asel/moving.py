@@ -35,14 +35,14 @@ from asel.stores.document_format import (
     read_whole,
     records_in,
 )
-from asel.stores.protocol import Change, Changed, Store, StoreDefaults
+from asel.stores.protocol import READ_BATCH, Change, Changed, Store, StoreDefaults
 from asel.stores.records import MOST_BYTES, Address, Record, RecordError
 from asel.threads import run_in_thread
 
 __all__ = ["Imported", "export", "export_to", "import_", "prune"]
 
-# Records that exist at a time as more than a line of text: few, so that the garbage collector has little to look at.
-_STEP = 16
+# Records that exist at a time as more than a line of text: few, for the reason of `READ_BATCH`.
+_STEP = READ_BATCH
 # Records that a thread reads in one go.
 _READ = 256
 # Records that are changed in one go: a document is rewritten once for each page.

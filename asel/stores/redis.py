@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RedisStore"]
 
-_PAGE = 32  # records read at a time: the largest possible are 4 MB each
+_PAGE = 8  # records read at a time: the largest possible are 4 MB each, and few are to be in memory at once
 
 
 class RedisStore(StoreDefaults):
