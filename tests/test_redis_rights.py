@@ -218,7 +218,7 @@ def test_cancelled_waiters_do_not_shift_replies(server, real_backend, rights):
                     tasks.start_soon(hold, address)
                 with server.client() as client:
                     await until(lambda: len(client.keys(f"team:{SCHEMA}:lease:*")) == len(addresses))
-                for _ in range(60):
+                for _ in range(25):
                     async with anyio.create_task_group() as waiters:
                         for _ in range(10):
                             waiters.start_soon(wait, chance.choice(addresses), chance.random() * 0.02)

@@ -599,7 +599,7 @@ def test_a_connection_that_fell_silent_is_given_up(server, real_backend):
     """Nothing may say that a connection is lost; after one late answer the next operation makes another."""
 
     async def main(port: int) -> None:
-        async with RedisStore(f"redis://127.0.0.1:{port}?timeout_s=0.3") as store:
+        async with RedisStore(f"redis://127.0.0.1:{port}?timeout_s=1.5") as store:
             await works(store)
             mute.set()
             with pytest.raises(StoreError, match="did not answer"):
