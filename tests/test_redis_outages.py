@@ -44,7 +44,7 @@ def test_thousands_of_concurrent_gets_do_not_time_out(server, real_backend, is_o
     """Together they take longer than `timeout_s`, but Redis answers each at once; they share one connection."""
 
     async def main() -> None:
-        store = RedisStore(server.url("timeout_s=0.4"))
+        store = RedisStore(server.url("timeout_s=0.8"))
         await store.put(record())
         found = []
 
