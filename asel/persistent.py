@@ -269,7 +269,7 @@ class PersistentCache(Generic[Cfg]):
     # Between records and configs.
 
     async def _newest(self, records: list[Record], among: tuple[Cfg, ...] = ()) -> Stored[Cfg] | None:
-        """Return the newest record that can be used; what is wrong with newer ones is told."""
+        """Return the newest record that can be used, and report the newer ones that cannot."""
         newest_first = sorted(records, key=lambda record: record.created, reverse=True)
         for record in newest_first:
             read = await run_in_thread("reading a config", partial(self._read, record, among))
@@ -298,7 +298,7 @@ class PersistentCache(Generic[Cfg]):
         return False
 
     def _told_of(self, record: Record, read: Stored[Cfg] | Rejected) -> Stored[Cfg] | None:
-        """Return what was read, unless it had to be rejected: that is told once for each record and reason."""
+        """Return what was read, unless it was rejected: each record and reason is reported once."""
         if not isinstance(read, Rejected):
             return read
         told = (record.address, record.created, record.writer, read.reason)

@@ -184,7 +184,7 @@ class DirectoryStore:
             except FileNotFoundError:
                 return None  # another reader was first, and tells
             except OSError:
-                pass  # it cannot be moved, so it is told each time it is met
+                pass  # it cannot be moved, so every read reports it
             else:
                 if aside is None:  # a good record has taken its place
                     return None

@@ -264,7 +264,7 @@ def time_moves(sizes: tuple[int, ...]) -> Table:
 
 
 async def peak(size: int) -> tuple[float, float]:
-    """Return the megabytes that exporting a directory of so many records to a file takes, and the whole peak."""
+    """Return the megabytes that exporting a directory of `size` records to a file adds, and the whole peak."""
     with tempfile.TemporaryDirectory() as folder:
         cache = PersistentCache("matmul", f"{folder}/c")
         await fill(cache.store, size)
