@@ -149,7 +149,7 @@ def test_a_record_put_while_a_bad_file_is_judged_is_not_set_aside(tmp_path, monk
 
 @pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero")], ids=["pipe", "dir", "link"])
 def test_a_record_put_while_something_else_is_judged_is_not_set_aside(tmp_path, monkeypatch, plant):
-    """What is not a file cannot be held open, so the one that took its place is told by being a file."""
+    """Something that is not a file cannot be held open, so a file in its place is recognised as another thing."""
     store, kept, set_aside = DirectoryStore(tmp_path), record("kept"), directory.set_aside
     store.on_rejected = lambda rejected: None
     anyio.run(store.put, record("old"))
@@ -269,7 +269,7 @@ def test_an_indented_document_is_read_and_written_as_usual(tmp_path):
 
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
 def test_a_tuned_config_that_is_not_a_candidate_is_rejected_and_replaced(tmp_path, name):
-    """Even with the right digest: its own report names another. It is told as an event, and costs one tune."""
+    """Even with the right digest: its own report names another. An event reports it, and it costs one tune."""
 
     async def scene():
         def bench():
@@ -424,7 +424,7 @@ def test_a_record_under_a_name_that_is_not_its_own_is_set_aside(tmp_path):
 
 
 def test_a_directory_that_cannot_be_read_costs_a_listing_no_other(tmp_path, monkeypatch):
-    """Somebody's own folder in a cache for all is told, and passed over."""
+    """Another user's private folder in a shared cache is reported and skipped."""
     store, rejected, shard = DirectoryStore(tmp_path), [], DirectoryStore._shard
     store.on_rejected = rejected.append
     mine, theirs = record(1), record(2, key=KEY._replace(device="theirs"))
