@@ -8,6 +8,8 @@
     |- StoreError (OSError)               .location
     '- SelectorClosedError (RuntimeError)
 
+    UntunedWarning (UserWarning)
+
 Every message says what happened, to what, and the next step; the attributes hold the same facts.
 All of them copy and pickle, because each waiter of a shared tune raises a copy of its own.
 """
@@ -20,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from asel.redaction import redact
 
 if TYPE_CHECKING:
-    from asel.keys import CacheKey
-    from asel.outcomes import Outcome
+    from asel.kernels.keys import CacheKey
+    from asel.tuning.outcomes import Outcome
 
 __all__ = [
     "AselError",
@@ -31,6 +33,7 @@ __all__ = [
     "StoreError",
     "TuningError",
     "UnstableKeyError",
+    "UntunedWarning",
 ]
 
 
@@ -65,7 +68,7 @@ class NoConfigError(AselError, RuntimeError):
 class TuningError(AselError, RuntimeError):
     """A tune ended without a single usable measurement.
 
-    Its cause is an ExceptionGroup of what the candidates raised, where they raised something.
+    Its cause is an ExceptionGroup of what the candidates raised, if they raised anything.
     """
 
     def __init__(self, message: str, *, key: CacheKey | None = None, outcomes: Sequence[Outcome[Any]] = ()) -> None:
@@ -84,3 +87,7 @@ class StoreError(AselError, OSError):
 
 class SelectorClosedError(AselError, RuntimeError):
     """The chain was closed before there was an answer."""
+
+
+class UntunedWarning(UserWarning):
+    """A key that could be tuned is not, and its calls get the heuristic. Given once for each chain and key."""

@@ -21,14 +21,34 @@ _SECRET_WORDS = frozenset(
 _SECRET_PARTS = ("passw", "passphrase", "secret", "credential", "signature")
 _SECRET_ENDS = ("token", "apikey", "accesskey", "privatekey", "authkey")
 _CLOSING = "')],."
+_MAX_INNER_ERRORS = 3
 
 
 def redact(text: object) -> str:
-    """Return the text with the user, the password and any token-like query value of each URL replaced by `***`."""
+    """Return the text with the user, the password and any token-like query value of each URL replaced by `***`.
+
+    Of an `ExceptionGroup` the first inner errors are part of the text: its own text only has their number.
+    """
+    if isinstance(text, BaseExceptionGroup):
+        return _group_text(text)
     shown = str(text)
     if (":/" in shown and "@" in shown) or ("=" in shown and _DELIMITER.search(shown)):
         return _TOKEN.sub(_clean_token, shown)
     return shown
+
+
+def _group_text(group: BaseExceptionGroup[BaseException]) -> str:
+    shown = [_inner_text(error) for error in group.exceptions[:_MAX_INNER_ERRORS]]
+    if (more := len(group.exceptions) - len(shown)) > 0:
+        shown.append(f"and {more} more")
+    return f"{redact(str(group))}: {'; '.join(shown)}"
+
+
+def _inner_text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {redact(error)}"
+    except Exception as why:  # of a user's `__str__`
+        return f"{type(error).__name__} (its message raised {type(why).__name__})"
 
 
 def _clean_token(found: re.Match[str]) -> str:

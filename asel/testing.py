@@ -20,10 +20,10 @@ from typing import Any, Literal, TypeVar
 import anyio
 
 from asel.errors import InvalidRequestError
-from asel.events import Event
-from asel.measure import Sampler, Trial
-from asel.outcomes import Measured, TuneReport
+from asel.events import BaseSink, Event
 from asel.telemetry.capture import CapturedTelemetry, SpanTree
+from asel.tuning.measure import BaseMeasure, Sampler, Trial
+from asel.tuning.outcomes import Measured, TuneReport
 
 __all__ = [
     "CapturedTelemetry",
@@ -72,7 +72,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 def virtual_backend(name: Backend) -> tuple[str, dict[str, Any]]:
     """Return an anyio backend in virtual time, as the `anyio_backend` fixture takes it.
 
-    Made anew for each test: clocks are not shared.
+    Make one for each test: clocks are not shared.
     """
     if name == "asyncio":
         return "asyncio", {"loop_factory": VirtualTimeLoop}
@@ -92,7 +92,7 @@ def run_in_virtual_time(fn: Callable[..., Awaitable[T]], *args: Any, backend: Ba
 Script = Mapping[Any, T] | Callable[[Any], T]
 
 
-class ScriptedMeasure:
+class ScriptedMeasure(BaseMeasure):
     """A `Measure` that follows a script and never touches a device: `Tuner(measure=ScriptedMeasure(...))`.
 
     `costs` and `compile_s` say how many seconds a config takes: one number for all, a mapping, or a
@@ -138,12 +138,12 @@ class ScriptedMeasure:
         return sample
 
 
-class ReplayMeasure:
+class ReplayMeasure(BaseMeasure):
     """A `Measure` that hands out recorded samples: strategies are compared with no device.
 
     `timings` has the samples of each config, or is a `TuneReport`. Those of a config come in their order, over
     and over, from a round on that `seed` picks for all: what slowed a round slows all of its samples again.
-    Nothing is waited for; `sampled` and `simulated_s` tell what a strategy would have cost.
+    Nothing is waited for; `sampled` and `simulated_s` are what a strategy would have cost.
     """
 
     def __init__(self, timings: Mapping[Any, Sequence[float]] | TuneReport[Any], seed: int = 0) -> None:
@@ -179,7 +179,7 @@ def _scripted(script: Any, cfg: Any) -> Any:
     return next((value for key, value in script.items() if key == cfg), None)  # configs may be unhashable
 
 
-class RecordingSink:
+class RecordingSink(BaseSink):
     """A sink that keeps every event, before the call that caused it returns, however busy the machine is."""
 
     on_loop = True

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 
 import hypothesis  # noqa: F401 - it looks for who refers to what trio gives it, and would not see those that are frozen
-import jax  # as any program has that asks for configs: importing it is no business of the event loop
+import jax  # as any program that asks for configs has done: the event loop does not import it
 import pytest
 from blockbuster import blockbuster_ctx
+from pydantic import TypeAdapter
 
-from asel.registry import clear_invocations
+from asel.kernels.call_registry import clear_invocations
 from asel.testing import virtual_backend
 
+# Pydantic looks for its plugins when the first adapter is made, in files: no business of the event loop either.
+TypeAdapter(int)
 # Importing ejKernel turns JAX's cache of compiled programs on, for the whole process and from one run to the next.
 jax.config.update("jax_enable_compilation_cache", False)
 
@@ -38,6 +41,14 @@ def real_backend(request):
 def _loop_is_never_blocked():
     """A blocking call on an asyncio event loop fails the test that made it."""
     with blockbuster_ctx(scanned_modules=["asel"]):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_device_locks(tmp_path_factory):
+    """Tests that run at the same time in another process do not wait for ours, nor we for theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         yield
 
 

@@ -1,4 +1,4 @@
-"""The shape of the code: which module may import which, and what is public."""
+"""The shape of the code: which room may import which, and what is public."""
 
 from __future__ import annotations
 
@@ -6,125 +6,33 @@ import ast
 import functools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT, TESTS
 
 import asel
 
-ROOT = Path(asel.__file__).parent
-TESTS = Path(__file__).parent
-
-# In the order of the arrow: a module imports only from those above it. `errors` and `events` are for everyone.
-ARROW = [
-    "redaction",
-    "errors",
-    "limiter",
-    "loop",
-    "events",
-    "fanout",
-    "scopes",
-    "threads",
-    "kernel",
-    "canonical",
-    "devices",
-    "buckets",
-    "memo",
-    "signatures",
-    "encoding",
-    "keys",
-    "policy",
-    "outcomes",
-    "pending",
-    "cache",
-    "stores.strict_json",
-    "stores.records",
-    "stores.protocol",
-    "stores.files",
-    "stores.leftovers",
-    "stores.file_claims",
-    "stores.directory",
-    "stores.document_format",
-    "stores.document",
-    "stores.targets",
-    "stores.scripts",
-    "stores.refusals",
-    "stores.wires",
-    "stores.wakeups",
-    "stores.queues",
-    "stores.links",
-    "stores.leases",
-    "stores.redis",
-    "stores",
-    "codec",
-    "persistence",
-    "moving",
-    "persistent",
-    "measure",
-    "lanes",
-    "board",
-    "strategies",
-    "benchmark",
-    "checks",
-    "meter",
-    "traffic",
-    "jobs",
-    "reporting",
-    "parcels",
-    "worker_startup",
-    "processes",
-    "_worker",
-    "steps",
-    "readying",
-    "sampling",
-    "tuner",
-    "adapters",
-    "health",
-    "claims",
-    "keeper",
-    "tuning",
-    "registry",
-    "answers",
-    "calls",
-    "backlog",
-    "reading",
-    "explaining",
-    "withdrawal",
-    "telemetry.names",
-    "telemetry.tally",
-    "telemetry.environment",
-    "telemetry.export_queue",
-    "telemetry.pipeline",
-    "telemetry.tap",
-    "telemetry.aside",
-    "telemetry.structlog",
-    "telemetry.opentelemetry",
-    "telemetry.metrics",
-    "telemetry.connections",
-    "telemetry.processors",
-    "telemetry.providers",
-    "telemetry.outputs",
-    "telemetry.setup",
-    "telemetry.capture",
-    "telemetry",
-    "misses",
-    "tiers",
-    "selection",
-    "executor",
-    "testing",
-    "demo",
-    "cli",
-]
-MAY_IMPORT_JAX = {"benchmark", "parcels", "demo.kernels"}
+# In the order of the arrow: a room imports only from the rooms before it, `errors` and `redaction` aside.
+ROOMS = ["runtime", "kernels", "events", "tuning", "stores", "telemetry", "selection", "serving"]
+ROOMS += ["integrations", "web", "testing", "cli", "__main__"]
+FOR_EVERY_ROOM = {"errors", "redaction"}
+MAY_IMPORT_JAX = {
+    "tuning.arrays",
+    "tuning.jax_measure",
+    "tuning.program",
+    "tuning.timing",
+    "tuning.worker_messages",
+    "cli.demo.kernels",
+}
 
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
     found = {}
-    for path in ROOT.rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__").replace("__init__", "")
-        found[name] = ast.parse(path.read_text())
-    found.pop("")  # asel itself gathers everything
+    for path in (ROOT / "asel").rglob("*.py"):
+        parts = path.relative_to(ROOT / "asel").with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = ast.parse(path.read_text())
+    found.pop("")  # `asel` itself gathers what is public
     return found
 
 
@@ -148,28 +56,20 @@ def imports(tree: ast.AST, *, top_level_only: bool = False) -> set[str]:
     return found
 
 
-def position(name: str) -> int:
-    while name not in ARROW:
-        name = name.rpartition(".")[0]
-        assert name, "a module that the arrow does not know"
-    return ARROW.index(name)
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_modules_import_only_from_those_above_them(name):
+def test_rooms_import_only_from_rooms_before_them():
     """The arrow stays an arrow."""
-    for imported in imports(modules()[name]):
-        if imported.startswith("asel."):
-            target = imported.removeprefix("asel.")
-            same_package = name.split(".")[0] == target.split(".")[0]
-            assert position(target) < position(name) or same_package, f"{name} imports {imported}"
+    for name, tree in modules().items():
+        room = name.partition(".")[0]
+        before = {room} if room in FOR_EVERY_ROOM else set(ROOMS[: ROOMS.index(room) + 1])
+        imported = {target.split(".")[1] for target in imports(tree) if target.startswith("asel.")}
+        assert imported <= before | FOR_EVERY_ROOM, name
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_the_engine_does_not_import_jax_at_module_level(name):
+def test_the_engine_does_not_import_jax_at_module_level():
     """Only what compiles and times, or packs arrays for those who do, needs JAX to load."""
-    loaded = {imported.partition(".")[0] for imported in imports(modules()[name], top_level_only=True)}
-    assert name in MAY_IMPORT_JAX or not loaded & {"jax", "jaxlib"}
+    for name, tree in modules().items():
+        loaded = {imported.partition(".")[0] for imported in imports(tree, top_level_only=True)}
+        assert name in MAY_IMPORT_JAX or not loaded & {"jax", "jaxlib"}, name
 
 
 def test_all_is_sorted_and_true():
@@ -179,15 +79,22 @@ def test_all_is_sorted_and_true():
         assert getattr(asel, name) is not None
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_every_module_says_what_it_is(name):
+def test_every_module_says_what_it_is():
     """A module starts with a sentence."""
-    assert ast.get_docstring(modules()[name])
+    assert [name for name, tree in modules().items() if not ast.get_docstring(tree)] == []
 
 
 @pytest.mark.timeout(120)
 def test_the_public_types_are_what_users_see():
     """tests/typing_api.py is checked by mypy, never run."""
     command = [sys.executable, "-m", "mypy", "--strict", str(TESTS / "typing_api.py")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_no_private_module_of_opentelemetry_is_imported():
+    """They move without notice. Its API for logs has no public name yet, so `_logs` is not one of them."""
+    for name, tree in modules().items():
+        for imported in imports(tree):
+            private = {part for part in imported.split(".") if part.startswith("_")} - {"_logs"}
+            assert not (imported.startswith("opentelemetry.") and private), (name, imported)

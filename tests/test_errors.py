@@ -9,7 +9,7 @@ import pytest
 
 import asel
 from asel import errors
-from asel.keys import CacheKey
+from asel.kernels.keys import CacheKey
 
 KEY = CacheKey("dev", "op@v1", "key")
 EXAMPLES = [

@@ -10,12 +10,12 @@ import time
 import anyio
 import anyio.to_thread
 import pytest
-from kernels import BEST, Toy, call
+from support.kernels import BEST, Toy, call
+from support.tunes import tune_of
 
 from asel import ConfigCache, ConfigSelectorChain, InvalidRequestError, Tuner, TuningError, device_fingerprint
-from asel.jobs import TuneJob
-from asel.measure import Trial
 from asel.testing import FakeDevice, RecordingSink, ReplayMeasure, ScriptedMeasure, run_in_virtual_time, virtual_backend
+from asel.tuning.measure import Trial
 
 BACKENDS = ["asyncio", "trio"]
 
@@ -59,7 +59,7 @@ async def _story() -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_virtual_time_tells_the_same_story_as_real_time(backend):
+def test_virtual_and_real_time_give_the_same_events(backend):
     """The fake is verified against the real thing: same events, same order, same moments within the machine's noise."""
     virtual = run_in_virtual_time(_story, backend=backend)
     real = anyio.run(_story, backend=backend)
@@ -136,7 +136,7 @@ async def test_recorded_timings_can_be_replayed(strategy):
     """Strategies are compared on what was measured once, with no device and in no time."""
     measure = ReplayMeasure({"a": [0.3, 0.31], "b": [0.1, 0.11], "c": [5.0, 5.1]}, seed=1)
     report = await Tuner(1, 3, measure=measure, strategy=strategy).tune(
-        TuneJob(("a", "b", "c"), lambda cfg: None, (), {})
+        tune_of(("a", "b", "c"), lambda cfg: None, (), {})
     )
     assert report.winner == "b"
     assert report.seconds == 0
@@ -165,6 +165,6 @@ async def test_a_report_on_configs_that_cannot_be_hashed_can_be_replayed():
     """Configs may be dicts, here too."""
     configs = [{"m": 1}, {"m": 2}]
     first = ScriptedMeasure(lambda cfg: cfg["m"] / 10)
-    report = await Tuner(measure=first).tune(TuneJob(tuple(configs), lambda cfg: None, (), {}))
+    report = await Tuner(measure=first).tune(tune_of(tuple(configs), lambda cfg: None, (), {}))
     again = ReplayMeasure(report)
     assert await Tuner(measure=again).autotune(lambda cfg: None, (), {}, configs) == {"m": 1}

@@ -10,6 +10,9 @@ import jax
 
 from asel import (
     AutotunePolicy,
+    BatchSummary,
+    BlockingExecutor,
+    BlockingSelector,
     ConfigCache,
     ConfigSelectorChain,
     Event,
@@ -25,10 +28,10 @@ from asel import (
     overlay_cache,
     policy_override,
 )
-from asel.answers import Explanation
-from asel.kernel import FunctionKernel
+from asel.kernels.kernel import FunctionKernel
+from asel.selection.results import Explanation
 from asel.stores.protocol import Store
-from asel.stores.redis import RedisStore
+from asel.stores.redis.store import RedisStore
 from asel.testing import RecordingSink, ScriptedMeasure
 
 
@@ -80,6 +83,17 @@ async def select(a: jax.Array) -> None:
         async with selector.events() as stream:
             async for event in stream:
                 assert_type(event, Event)
+
+
+def block(a: jax.Array) -> None:
+    inv: Invocation[Blocks, jax.Array] = Invocation("matmul", (a, a), {})
+    with BlockingSelector[Blocks, jax.Array](persistent=PersistentCache("matmul")) as selector:
+        assert_type(selector.choose(inv, MatMul()), Blocks)
+        assert_type(selector.select(inv, MatMul()), Selection[Blocks])
+        assert_type(selector.warm_up([(MatMul(), inv)]), BatchSummary)
+        assert_type(BlockingExecutor(selector)(MatMul(), a, a), jax.Array)
+        with selector.events() as events:
+            assert_type(next(events), Event)
 
 
 async def keep() -> None:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from asel.errors import StoreError
-from asel.keys import CacheKey
+from asel.kernels.keys import CacheKey
 from asel.stores.file_claims import file_claim, lock_files, remove_stale_locks
-from asel.stores.files import (
+from asel.stores.file_ops import (
     FoundFile,
     NotAFileError,
     alone_in,
@@ -30,10 +31,11 @@ from asel.stores.files import (
     in_thread,
     opened,
     overwrite,
+    require_posix,
     sizes_in,
 )
 from asel.stores.leftovers import is_temporary, set_aside, sweep
-from asel.stores.protocol import READ_BATCH, Change, Changed, Claim, StoreStats
+from asel.stores.protocol import READ_BATCH, SCAN_BATCH, Change, Changed, Claim, StoreDefaults, StoreStats
 from asel.stores.records import (
     Address,
     OtherSchemaError,
@@ -44,17 +46,22 @@ from asel.stores.records import (
     log_rejected,
     schema_name,
 )
+from asel.stores.summaries import Addressed, RecordLine
 
 __all__ = ["DirectoryStore"]
 
-_WRITE_BATCH = 256
+R = TypeVar("R", bound=Addressed)
+
+# Changes that a thread makes in one go; more would keep the event loop waiting for the interpreter.
+_WRITE_BATCH = 16
 _TRIES = 8
 
 
-class DirectoryStore:
+class DirectoryStore(StoreDefaults):
     """Keeps each record in a file of its own. Safe for many threads and processes at once."""
 
     def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
+        require_posix(f"a store in the directory {os.fspath(root)!r}")
         self.root = Path(root).expanduser().absolute()
         self.read_only = read_only
         self.on_rejected: Callable[[Rejected], object] = log_rejected
@@ -83,10 +90,13 @@ class DirectoryStore:
 
     async def apply(self, changes: Sequence[Change]) -> list[Changed]:
         """Make many changes; their directories are synced once for each batch, not once for each record."""
-        results: list[Changed] = []
-        for start in range(0, len(changes), _WRITE_BATCH):
-            results += await self._make(partial(list, changes[start : start + _WRITE_BATCH]))
-        return results
+        results: dict[int, Changed] = {}
+        order = await in_thread(self.location, "writing to", partial(_by_shard, changes))
+        for start in range(0, len(order), _WRITE_BATCH):
+            numbers = order[start : start + _WRITE_BATCH]
+            batch = [changes[number] for number in numbers]
+            results.update(zip(numbers, await self._make(partial(list, batch)), strict=True))
+        return [results[number] for number in range(len(changes))]
 
     async def _make(self, changes: Callable[[], Sequence[Change]]) -> list[Changed]:
         if self.read_only:
@@ -102,45 +112,62 @@ class DirectoryStore:
         return file_claim(self.root / "claims", address, self.location, partial(self.get, address), wait_s, anew)
 
     async def records(self, key: CacheKey | None = None) -> AsyncIterator[Record]:
-        places = await in_thread(self.location, "listing", partial(self._shards, key))
-        for shard in places:
+        async with aclosing(self._batches(Record.from_json, READ_BATCH, key)) as batches:
+            async for batch in batches:
+                for record in batch:
+                    if key is None or record.key == key:
+                        yield record
+
+    async def scan(self) -> AsyncIterator[list[RecordLine]]:
+        async with aclosing(self._batches(RecordLine.parse, SCAN_BATCH)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def _batches(
+        self, parse: Callable[[bytes], R], size: int, key: CacheKey | None = None
+    ) -> AsyncGenerator[list[R]]:
+        shards = await in_thread(self.location, "listing", partial(self._shards, key))
+        for shard in shards:
             names = await in_thread(self.location, "listing", partial(self._names, shard, key))
             if isinstance(names, Rejected):
                 self.on_rejected(names)
                 continue
-            for start in range(0, len(names), READ_BATCH):
-                batch = partial(self._read_all, shard, names[start : start + READ_BATCH])
-                for found in await in_thread(self.location, "reading from", batch):
+            for start in range(0, len(names), size):
+                read = partial(self._read_all, shard, names[start : start + size], parse)
+                batch: list[R] = []
+                for found in await in_thread(self.location, "reading from", read):
                     if isinstance(found, Rejected):
                         self.on_rejected(found)
-                    elif key is None or found.key == key:
-                        yield found
+                    else:
+                        batch.append(found)
+                if batch:
+                    yield batch
 
     async def stats(self) -> StoreStats:
-        """Return how full the directory is. What dead processes left in it is removed on the way."""
+        """Return how full the directory is, and remove the temporary files of dead writers on the way."""
         return await in_thread(self.location, "looking through", self._stats)
 
     # In a thread. Reading:
 
     def _read(self, address: Address) -> Record | Rejected | None:
-        shard, name = _place(address)
+        shard, name = _shard_and_name(address)
         try:
             with self._shard(shard) as directory:
-                return self._read_in(directory, shard, name, address)
+                return self._read_in(directory, shard, name, Record.from_json, address)
         except FileNotFoundError:
             return None
 
-    def _read_all(self, shard: str, names: list[str]) -> list[Record | Rejected]:
+    def _read_all(self, shard: str, names: list[str], parse: Callable[[bytes], R]) -> list[R | Rejected]:
         try:
             with self._shard(shard) as directory:
-                found = [self._read_in(directory, shard, name) for name in names]
+                found = [self._read_in(directory, shard, name, parse) for name in names]
         except FileNotFoundError:
             return []
         return [record for record in found if record is not None]
 
     @contextmanager
     def _shard(self, shard: str, *, make: bool = False) -> Iterator[int]:
-        inner = partial(opened, make=make, follow=self.read_only)  # what is shipped may lie behind links
+        inner = partial(opened, make=make, follow=self.read_only)  # shipped files may lie behind links
         with (
             opened(self.root, make=make) as root,
             inner(schema_name(), inside=root) as base,
@@ -149,17 +176,24 @@ class DirectoryStore:
             yield directory
 
     def _read_in(
-        self, directory: int, shard: str, name: str, address: Address | None = None, *, in_the_way: bool = False
-    ) -> Record | Rejected | None:
-        """Return the record in a file; what is bad is set aside.
+        self,
+        directory: int,
+        shard: str,
+        name: str,
+        parse: Callable[[bytes], R],
+        address: Address | None = None,
+        *,
+        in_the_way: bool = False,
+    ) -> R | Rejected | None:
+        """Return the record in a file, parsed with `parse`; a bad file is set aside.
 
-        Another version's record stays, unless it is `in_the_way` of a put: no asel puts one under our names.
+        Another version's record stays, unless it is `in_the_way` of a put: no version of asel writes under our names.
         """
         reject = partial(self._reject, directory, shard, name, None if address is None else address.key)
         try:
             with held_file(name, directory, follow=self.read_only) as file:
                 try:
-                    record = Record.from_json(file.read())
+                    record = parse(file.read())
                 except RecordError as error:
                     stays = isinstance(error, OtherSchemaError) and not in_the_way
                     return None if stays else reject(file, str(error))
@@ -170,7 +204,7 @@ class DirectoryStore:
             return None
         except NotAFileError as error:
             return reject(None, str(error))
-        except PermissionError as error:  # somebody's own file in a cache for all: it stays where it is
+        except PermissionError as error:  # another user's private file in a shared cache: it stays in place
             return Rejected(self._where(shard, name), str(error), None if address is None else address.key)
 
     def _reject(
@@ -182,7 +216,7 @@ class DirectoryStore:
                 with opened(self.root) as root:
                     aside = set_aside(name, directory, judged, root)
             except FileNotFoundError:
-                return None  # another reader was first, and tells
+                return None  # another reader was first, and reports it
             except OSError:
                 pass  # it cannot be moved, so every read reports it
             else:
@@ -203,7 +237,7 @@ class DirectoryStore:
             return []
 
     def _names(self, shard: str, key: CacheKey | None = None) -> list[str] | Rejected:
-        """Return the names of a shard's records; what dead writers left there is removed."""
+        """Return the names of a shard's records, and remove the temporary files of dead writers."""
         start = "" if key is None else key_digest(key)
         try:
             with self._shard(shard) as directory:
@@ -212,7 +246,7 @@ class DirectoryStore:
                     sweep(filter(is_temporary, names), directory)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except PermissionError as error:  # somebody's own directory in a cache for all costs itself alone
+        except PermissionError as error:  # another user's private directory; the others are still listed
             return Rejected(self._where(shard, ""), str(error), key)
         return [name for name in names if name.endswith(".json") and name.startswith(start) and not is_temporary(name)]
 
@@ -238,54 +272,60 @@ class DirectoryStore:
     # Writing:
 
     def _apply(self, changes: Sequence[Change], rejected: list[Rejected]) -> list[Changed]:
-        results: dict[int, Changed] = {}
-        shards = sorted(enumerate(changes), key=lambda numbered: _place(numbered[1].address)[0])
-        for shard, group in itertools.groupby(shards, key=lambda numbered: _place(numbered[1].address)[0]):
-            numbered = list(group)
-            puts = any(change.line for _, change in numbered)
+        results: list[Changed] = []
+        for shard, group in itertools.groupby(changes, key=lambda change: _shard_and_name(change.address)[0]):
+            together = list(group)
+            puts = any(change.line for change in together)
             try:
                 with self._shard(shard, make=puts) as directory:
-                    for number, change in numbered:
-                        results[number] = self._apply_in(directory, change, rejected)
-                    if puts or any(results[number].done for number, _ in numbered):
-                        os.fsync(directory)  # also for one who was first, and may not have come to it yet
+                    done = [self._apply_in(directory, change, rejected) for change in together]
+                    if puts or any(changed.done for changed in done):
+                        os.fsync(directory)  # also if another writer was first: it may not have synced yet
             except FileNotFoundError:
                 if puts:
                     raise
-                results |= {number: Changed("", False) for number, _ in numbered}  # there is nothing to delete
-        return [results[number] for number in range(len(changes))]
+                done = [Changed("", False)] * len(together)  # there is nothing to delete
+            results += done
+        return results
 
     def _apply_in(self, directory: int, change: Change, rejected: list[Rejected]) -> Changed:
         if not change.line:
             return Changed("", _delete(directory, change))
-        shard, name = _place(change.address)
+        shard, name = _shard_and_name(change.address)
         contents = change.line.encode()
         if change.replace:
             overwrite(name, contents, directory, sync=False)
             return Changed(change.line, True)
         for _ in range(_TRIES):
-            if create(name, contents, directory, sync=False):
-                return Changed(change.line, True)
-            found = self._read_in(directory, shard, name, change.address, in_the_way=True)
+            # Read before writing: creating a file only to find that there is one costs a sync of the disk.
+            found = self._read_in(directory, shard, name, Record.from_json, change.address, in_the_way=True)
             if isinstance(found, Record):
                 return Changed(found.line(), False)
             if found is not None:
                 rejected.append(found)
                 if found.where == self._where(shard, name):  # it could not be moved, and will not be next time
                     break
+            if create(name, contents, directory, sync=False):
+                return Changed(change.line, True)
         raise StoreError(
             f"{self._where(shard, name)} holds an unreadable file, and it could not be moved aside",
             location=self.location,
         )
 
 
-def _place(address: Address) -> tuple[str, str]:
+def _by_shard(changes: Sequence[Change]) -> list[int]:
+    """Return the numbers of changes, with those of one directory together."""
+    shards = [_shard_and_name(change.address)[0] for change in changes]
+    return sorted(range(len(changes)), key=shards.__getitem__)
+
+
+def _shard_and_name(address: Address) -> tuple[str, str]:
     return address.key_digest[:2], f"{address.digest}.json"
 
 
 def _delete(directory: int, change: Change) -> bool:
-    """Compare and delete as one step: nobody replaces the record in between."""
-    _, name = _place(change.address)
+    """Compare and delete as one step: the record cannot be replaced in between."""
+    _, name = _shard_and_name(change.address)
     try:
         with alone_in(directory):
             if change.expected:
@@ -294,7 +334,7 @@ def _delete(directory: int, change: Change) -> bool:
                         return False
             os.unlink(name, dir_fd=directory)
             return True
-    except (FileNotFoundError, RecordError):  # something that is not a file is not the expected one either
+    except (FileNotFoundError, RecordError):  # a directory or link in its place is not the expected record
         return False
 
 

@@ -6,7 +6,7 @@
     ]}
 
 Each line stands for itself: damage to one costs no other. Lines of other versions of the format are kept
-as they are. A document that somebody has formatted in another way is read as well.
+as they are. A document that was reformatted can be read as well.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from asel.stores import records, strict_json
-from asel.stores.records import Address, OtherSchemaError, Record, RecordError, Rejected
+from asel.stores.protocol import READ_BATCH
+from asel.stores.record_stream import NotJson, RecordStream
+from asel.stores.records import MAX_BYTES, Address, OtherSchemaError, Record, RecordError, Rejected
 
 __all__ = [
     "FOOTER",
@@ -29,17 +31,25 @@ __all__ = [
     "Line",
     "bare_lines",
     "compose",
-    "header",
     "in_order",
+    "in_pieces",
     "is_header",
     "parse",
     "read_facts",
     "read_lines",
-    "read_whole",
+    "read_reformatted",
     "records_in",
 ]
 
+Key = TypeVar("Key", bound=tuple[Any, ...])
+
 FOOTER = b"\n]}\n"
+# Joining this much takes a tenth of a millisecond, and writing it one call.
+_PIECE_BYTES = 1 << 18
+# A document that does not begin as ours do has to be read as a whole.
+_MAX_WHOLE_BYTES = 256 << 20
+# Within these, a document's header ends.
+_MAX_HEADER_BYTES = 1 << 12
 _HEADER = re.compile(rb'\{"asel": ?[0-9]+, ?"records": ?\[')
 _RECORD_START = re.compile(rb'\{\s*"asel"\s*:\s*[0-9]+\s*,(?!\s*"records")')
 
@@ -49,7 +59,7 @@ def header() -> bytes:
 
 
 class Line(NamedTuple):
-    """An intact record, as the line that a document keeps, and what else there is to know of it."""
+    """An intact record as a line of a document, with its address and its config."""
 
     address: Address
     text: str
@@ -58,7 +68,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was read: records, lines of other versions, and what is wrong with the rest."""
+    """The result of reading: records, lines of other versions, and the reasons why the rest was rejected."""
 
     lines: list[Line] = field(default_factory=list)
     foreign: list[bytes] = field(default_factory=list)
@@ -80,27 +90,38 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a document holds, with its records as checked lines."""
+    """The contents of a document, with its records as checked lines."""
 
     lines: dict[Address, bytes] = field(default_factory=dict)
     foreign: list[bytes] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
 
+    def add(self, found: Found) -> None:
+        self.lines.update((line.address, line.text.encode()) for line in found.lines)
+        self.foreign.extend(found.foreign)
+        self.rejected.extend(found.rejected)
+
 
 def compose(contents: Contents) -> Iterator[bytes]:
-    """Give a document piece by piece."""
-    lines = chain((contents.lines[address] for address in in_order(contents.lines)), sorted(contents.foreign))
-    yield header()
-    separator = b""
-    while some := b",\n".join(islice(lines, 256)):
-        yield separator + some
-        separator = b",\n"
-    yield FOOTER
+    """Give a document in pieces, with its records in order."""
+    return in_pieces(chain((contents.lines[address] for address in in_order(contents.lines)), sorted(contents.foreign)))
 
 
-def in_order(addresses: Iterable[Address]) -> Iterator[Address]:
-    """Give addresses sorted. One sort of tens of thousands would hold the interpreter lock for long."""
-    left = iter(addresses)
+def in_pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Give the document that has these lines, in pieces of a few records or one large record."""
+    pieces, size, separator = [header()], 0, b""
+    for line in lines:
+        pieces += (separator, line)
+        size, separator = size + len(line), b",\n"
+        if size > _PIECE_BYTES:
+            yield b"".join(pieces)
+            pieces, size = [], 0
+    yield b"".join((*pieces, FOOTER))
+
+
+def in_order(keys: Iterable[Key]) -> Iterator[Key]:
+    """Give keys sorted, once all were read. One sort of tens of thousands would hold the interpreter lock for long."""
+    left = iter(keys)
     runs = []
     while run := sorted(islice(left, 512)):
         runs.append(run)
@@ -108,20 +129,19 @@ def in_order(addresses: Iterable[Address]) -> Iterator[Address]:
 
 
 def parse(document: bytes, where: str, known: Mapping[bytes, Address]) -> Contents:
-    """Return what a document holds; lines that are `known` from an earlier reading are not checked again."""
+    """Return the contents of a document; lines `known` from an earlier reading are not checked again."""
     contents, found = Contents(), Found()
     with io.BytesIO(document) as lines:
-        if is_header(lines.readline()):
+        if is_header(first := lines.readline(MAX_BYTES)):
             for number, text in bare_lines(lines, 2):
                 if (address := known.get(text)) is not None:
                     contents.lines[address] = text
                 else:
                     _read_line(number, text, where, found)
+            contents.add(found)
         else:
-            found = read_whole(document, where)
-    contents.lines.update((line.address, line.text.encode()) for line in found.lines)
-    contents.foreign.extend(found.foreign)
-    contents.rejected.extend(found.rejected)
+            for some in read_reformatted(first, lines, where):
+                contents.add(some)
     return contents
 
 
@@ -130,8 +150,29 @@ def is_header(line: bytes) -> bool:
     return _HEADER.fullmatch(line.strip()) is not None
 
 
-def read_whole(document: bytes, where: str) -> Found:
-    """Read a document that somebody has formatted, or whose first line is damaged."""
+def read_reformatted(begin: bytes, file: IO[bytes], where: str) -> Iterator[Found]:
+    """Read a document that was reformatted, or whose first line is damaged, a few records at a time if possible.
+
+    It is `begin` and the rest of the file.
+
+    Raises:
+        RecordError: it has to be read as a whole, and is too large for that.
+    """
+    begin += file.read(max(0, _MAX_HEADER_BYTES - len(begin)))
+    stream = RecordStream(begin, file)
+    if stream.is_document:
+        records_left, number = iter(stream), 0
+        while step := list(islice(records_left, READ_BATCH)):
+            yield read_facts(step, where, number)
+            number += len(step)
+        return
+    whole = begin + file.read(_MAX_WHOLE_BYTES)
+    if len(whole) > _MAX_WHOLE_BYTES:
+        raise RecordError(f"{where} has over {_MAX_WHOLE_BYTES:,} bytes, and does not begin as a document of records")
+    yield _read_whole(whole, where)
+
+
+def _read_whole(document: bytes, where: str) -> Found:
     try:
         return read_facts(records_in(strict_json.loads(document)), where)
     except RecordError as error:
@@ -145,7 +186,7 @@ def read_whole(document: bytes, where: str) -> Found:
 
 
 def records_in(document: Any) -> list[Any]:
-    """Return the records of a parsed document, whatever they are.
+    """Return the records of a parsed document, unchecked.
 
     Raises:
         RecordError: it is not a document.
@@ -156,9 +197,12 @@ def records_in(document: Any) -> list[Any]:
 
 
 def read_facts(many: Iterable[Any], where: str, first: int = 0) -> Found:
-    """Read records that somebody has parsed as JSON; `first` is the number of the first one."""
+    """Read records that are already parsed JSON; `first` is the number of the first one."""
     found = Found()
     for number, facts in enumerate(many, first):
+        if isinstance(facts, NotJson):
+            found.rejected.append(Rejected(f"{where}, record {number}", f"it is not JSON: {facts.reason}"))
+            continue
         try:
             record = Record.from_facts(facts)
             found.lines.append(Line(record.address, record.line(), record.cfg))

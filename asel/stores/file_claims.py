@@ -1,7 +1,7 @@
-"""Claims as locks on files: tried and never waited for, and over with their process, however that ends.
+"""Claims as locks on files: attempts never wait, and a claim ends with its process, however that ends.
 
-The folder of the lock files is opened once, without following a link, and names are resolved inside it: whoever
-may write to a shared cache cannot have a lock made, or removed, anywhere else. `FileLock` works by path, so
+The folder of the lock files is opened once, without following a link, and names are resolved inside it: another
+user of a shared cache cannot have a lock made, or removed, anywhere else. `FileLock` works by path, so
 only filelock's lock on a descriptor is used here.
 """
 
@@ -20,7 +20,7 @@ import anyio
 import filelock
 
 from asel.errors import StoreError
-from asel.stores.files import facts_of, in_thread, opened
+from asel.stores.file_ops import facts_of, in_thread, opened
 from asel.stores.protocol import Claim, claiming
 from asel.stores.records import Address, Record, schema_name
 
@@ -29,7 +29,7 @@ __all__ = ["file_claim", "lock_files", "remove_stale_locks"]
 # What one try at a lock may take. It never waits for the holder, so only a hung file system takes longer.
 _PROMPT_S = 5.0
 # Holders that were killed leave their lock files behind. Above this number the stale ones are removed, oldest first:
-# with a process's first attempt, and then with one of as many.
+# at a process's first attempt to claim, and then once in this many attempts.
 MAX_LOCK_FILES = 256
 _LOCK_NAME = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{16}\.[0-9a-f]{16}\.schema-[0-9]+\.lock")
 _attempts = count()
@@ -73,12 +73,12 @@ class FileLock:
             return not self._abandoned
 
     def abandon(self) -> None:
-        """Have a thread that is still at `take` give back what it gets."""
+        """Have a thread that is still in `take` release the lock once it has it."""
         with self._mutex:
             self._abandoned = True
 
     def give_back(self) -> None:
-        """Remove the file and release it: whoever has it open finds a name that is gone, and tries again."""
+        """Remove the file and release it: a process that has it open finds the name gone, and tries again."""
         if self._process != os.getpid():
             return  # a forked child's copy, whose descriptors are closed
         with suppress(OSError):
@@ -121,7 +121,7 @@ async def file_claim(
     wait_s: float,
     anew: bool,
 ) -> AsyncIterator[Claim]:
-    """Hold a claim by a lock on a file; those who wait for it poll, and occupy no thread meanwhile."""
+    """Hold a claim by a lock on a file; waiters poll, and occupy no thread between polls."""
     name = f"{address.digest}.{schema_name()}.lock"
     delays = chain((0.01, 0.015, 0.02, 0.03, 0.05), repeat(0.1))
 
@@ -135,7 +135,7 @@ async def file_claim(
             with opened(folder.parent) as parent, opened(folder.name, inside=parent) as inside:
                 return lock.take(inside)
 
-        # Shielded, so that a lock that was got is known to be; bounded, because a file system may hang.
+        # Shielded, so that a lock taken by the thread is not lost track of; bounded, because a file system may hang.
         with anyio.move_on_after(_PROMPT_S, shield=True):
             return partial(give_back, lock) if await in_thread(location, "claiming in", take) else None
         lock.abandon()
@@ -150,7 +150,7 @@ async def file_claim(
 
 
 def lock_files(folder: Path) -> list[str]:
-    """Return the names of the lock files of claims, held or stale; other files are none of ours."""
+    """Return the names of the lock files of claims, held or stale; other files are not ours to touch."""
     try:
         return [name for name in os.listdir(folder) if _LOCK_NAME.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -158,7 +158,7 @@ def lock_files(folder: Path) -> list[str]:
 
 
 def remove_stale_locks(folder: Path, max_files: int = MAX_LOCK_FILES) -> None:
-    """Remove the oldest lock files that nobody holds, until few enough are left."""
+    """Remove the oldest lock files that are not held, until at most `max_files` are left."""
     names = lock_files(folder)
     if len(names) <= max_files:
         return

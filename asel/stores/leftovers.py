@@ -1,4 +1,4 @@
-"""What builds up beside records: half-written files of dead writers, and bad files. Each is bounded.
+"""Removes half-written files of dead writers, and keeps a bounded number of bad files.
 
 The plain functions here block, and run in a thread.
 """
@@ -15,14 +15,14 @@ from contextlib import suppress
 
 import filelock
 
-from asel.stores.files import TEMPORARY_START, FoundFile, alone_in, facts_of, held_file, make_temporary, opened
+from asel.stores.file_ops import TEMPORARY_START, FoundFile, alone_in, facts_of, held_file, make_temporary, opened
 from asel.stores.records import RecordError
 
 __all__ = ["is_temporary", "set_aside", "set_aside_names", "sweep", "trim"]
 
 # A writer locks its file right after it made it. A process may be suspended in between, but hardly for this long.
 _UNLOCKED_S = 60.0
-# Without locks there is only the age to go by, and no write takes this long.
+# On a file system without locks only the age counts, and no write takes this long.
 _ABANDONED_S = 3600.0
 # Bad files are kept for people to look at: the newest of them, within these bounds.
 MAX_SET_ASIDE_FILES = 100
@@ -31,7 +31,7 @@ _SET_ASIDE_NAME = re.compile(r".+\.json\.[0-9a-f]{8}")
 
 
 def is_temporary(name: str) -> bool:
-    """Tell a half-written file, perhaps of a process that was killed, from all others."""
+    """Tell whether a name is that of a half-written file, of a writer at work or killed."""
     return name.startswith(TEMPORARY_START)
 
 
@@ -39,7 +39,7 @@ def sweep(names: Iterable[str], directory: int) -> None:
     """Remove the temporary files of writers that are dead.
 
     A living writer holds a lock on its file. Ages are taken by the file system's clock, which may differ
-    from ours by hours.
+    from this machine's by hours.
     """
     now: float | None = None
     for name in names:
@@ -66,10 +66,10 @@ def _clock(directory: int) -> float:
 
 
 def set_aside(name: str, directory: int, judged: FoundFile | None, root: int) -> str | None:
-    """Move a bad file to where a person can look at it; return its new name, None if it is not there any more.
+    """Move a bad file to `set-aside/`, for a person to look at; return its new name, or None if it has gone.
 
-    Only what was judged is moved: a good record that has taken its name stays. `judged` is None for something
-    that is not a plain file.
+    Only the file that was judged is moved: a good record that has replaced it meanwhile stays. `judged` is None for a
+    link, a directory or a device.
     """
     aside = f"{name}.{secrets.token_hex(4)}"
     with opened("set-aside", inside=root, make=True) as keep, alone_in(directory):
@@ -86,7 +86,7 @@ def set_aside(name: str, directory: int, judged: FoundFile | None, root: int) ->
 
 
 def set_aside_names(directory: int) -> list[str]:
-    """Return the names of the bad files that were moved to a directory; other files are none of ours."""
+    """Return the names of the bad files that were moved to a directory; other files are not ours."""
     return [name for name in os.listdir(directory) if _SET_ASIDE_NAME.fullmatch(name)]
 
 
@@ -98,7 +98,7 @@ def trim(
     max_bytes: int = MAX_SET_ASIDE_BYTES,
 ) -> None:
     """Remove the oldest of some files until the rest are within bounds; the newest always stays."""
-    # A file keeps its modification time when it is moved; the other one is when it came here.
+    # A file keeps its modification time when it is moved; its change time says when it was moved here.
     files = sorted(facts_of(names, directory), key=lambda file: file[1].st_ctime_ns, reverse=True)
     kept_bytes = 0
     for place, (name, facts) in enumerate(files):

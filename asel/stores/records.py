@@ -1,49 +1,56 @@
-"""What a store keeps: a config, and all that is known of how it was found.
+"""Records: a config as a store keeps it, with its provenance.
 
 A record is one line of JSON that ends with a digest of all the rest:
 
     {"asel":2,"cfg":{"m":64},...,"writer":"...","sha256":"9f2c41..."}
 
-Whatever is read is checked before it is used, and nothing in it is ever executed. A record that does not fit, or
+Everything read is checked before it is used, and nothing in it is ever executed. A record that does not fit, or
 does not match its digest, is rejected with the reason: a flipped bit costs one record and never changes an answer.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Required
+from typing import TYPE_CHECKING, Any, NamedTuple, Required
 
-from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from asel.errors import InvalidRequestError
-from asel.keys import CacheKey
+from asel.kernels.keys import CacheKey
 from asel.redaction import redact
 from asel.stores import strict_json
 
+if TYPE_CHECKING:
+    from pydantic import JsonValue, TypeAdapter
+
 __all__ = [
-    "MOST_BYTES",
+    "MAX_BYTES",
+    "MAX_DEPTH",
     "SCHEMA",
     "Address",
     "OtherSchemaError",
     "Record",
     "RecordError",
     "Rejected",
+    "ends_with_own_digest",
     "environment_digest",
+    "is_deeper",
     "key_digest",
     "log_rejected",
     "schema_name",
+    "sha256",
 ]
 
 # The version of the format. Each version keeps its records apart from the others' and leaves theirs alone.
 SCHEMA = 2
 # A record of a thousand candidates with a hundred samples each is about half of this.
-MOST_BYTES = 4 << 20
-MOST_DEPTH = 64
+MAX_BYTES = 4 << 20
+MAX_DEPTH = 64
 logger = logging.getLogger("asel")
 
 
@@ -57,7 +64,7 @@ class OtherSchemaError(RecordError):
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Something in a store that could not be used: where it is, whose it would have been, and why not."""
+    """An entry of a store that could not be used: its location, the reason, and its key if known."""
 
     where: str
     reason: str
@@ -65,14 +72,14 @@ class Rejected:
 
 
 def log_rejected(rejected: Rejected) -> None:
-    """Tell the log, where nobody else wants to know."""
+    """Log a rejected record: what stores do until a listener is set."""
     logger.warning("a record at %s was rejected: %s", redact(rejected.where), redact(rejected.reason))
 
 
 class Address(NamedTuple):
-    """What a record is kept under: everything that can change the answer.
+    """The address of a record: everything that can change the answer.
 
-    What a user puts without a tune has neither checksum nor environment.
+    A config that a user puts has neither checksum nor environment.
     """
 
     key: CacheKey
@@ -82,16 +89,16 @@ class Address(NamedTuple):
     @property
     def digest(self) -> str:
         """The same text for equal addresses, safe in a file name or a Redis key."""
-        return ".".join((self.key_digest, _digest(self.checksum)[:16], _digest(self.environment)[:16]))
+        return f"{self.key_digest}.{_short_digest(self.checksum)}.{_short_digest(self.environment)}"
 
     @property
     def key_digest(self) -> str:
-        """What the digests of all addresses of one key begin with."""
+        """The common prefix of the digests of all addresses of one key."""
         return key_digest(self.key)
 
 
 def schema_name() -> str:
-    """Return what the places of this version's records and claims are called, apart from other versions'."""
+    """Return the name that keeps this version's records and claims apart from other versions'."""
     return f"schema-{SCHEMA}"
 
 
@@ -100,13 +107,21 @@ def key_digest(key: CacheKey) -> str:
 
 
 def environment_digest(environment: Mapping[str, str]) -> str:
-    """Return the name of an environment; nothing is known of an empty one, and it has none."""
+    """Return the digest of an environment; empty if the environment is unknown."""
     return _digest(*(text for pair in sorted(environment.items()) for text in pair)) if environment else ""
 
 
 def _digest(*texts: str) -> str:
-    spelt = json.dumps(texts, separators=(",", ":"))  # lone surrogates and all
+    spelt = _TEXTS.encode(texts)  # lone surrogates and all
     return hashlib.sha256(spelt.encode()).hexdigest()
+
+
+_TEXTS = json.JSONEncoder(separators=(",", ":"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _short_digest(text: str) -> str:
+    return _digest(text)[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +143,12 @@ class Record:
     """The process that wrote it."""
 
     @property
+    def call(self) -> str:
+        """The call as people read it, from the tune's report; empty for a config that a user put."""
+        call = None if self.report is None else self.report.get("call")
+        return call if isinstance(call, str) else self.key.call
+
+    @property
     def address(self) -> Address:
         return Address(self.key, self.checksum, environment_digest(self.environment))
 
@@ -139,8 +160,10 @@ class Record:
         """
         try:
             line = self.line()
-            if Record.from_json(line) != self:
+            read = Record.from_json(line)
+            if read != self:
                 raise RecordError("it does not come back from JSON as it was")
+            strict_json.discard(read.report)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"a record of {self.key.op_id!r} cannot be stored: {error}") from error
         return line
@@ -148,12 +171,12 @@ class Record:
     def line(self) -> str:
         """Return the record as one line of JSON, unchecked: for one that was read."""
         body = strict_json.dumps(self._facts())
-        return f"{body[:-1]}{_MARK}{_sha256(body)}{_END}"
+        return f"{body[:-1]}{_MARK}{sha256(body)}{_END}"
 
     def to_facts(self) -> dict[str, Any]:
         """Return the record as parsed JSON, digest included. Its nested values are the record's own."""
         facts = self._facts()
-        return {**facts, "sha256": _sha256(strict_json.dumps(facts))}
+        return {**facts, "sha256": sha256(strict_json.dumps(facts))}
 
     def _facts(self) -> dict[str, Any]:
         return {"asel": SCHEMA, **{name: getattr(self, name) for name in _FIELDS}, "key": list(self.key)}
@@ -166,11 +189,11 @@ class Record:
             OtherSchemaError: it is of another version.
             RecordError: it is not a record, or was changed since it was written.
         """
-        if len(text) > MOST_BYTES:
-            raise RecordError(f"it has {len(text):,} bytes, and a record at most {MOST_BYTES:,}")
+        if len(text) > MAX_BYTES:
+            raise RecordError(f"it has {len(text):,} bytes, and a record at most {MAX_BYTES:,}")
         try:
             text = text.decode() if isinstance(text, bytes) else text
-            return cls._checked(strict_json.loads(text), is_intact=_ends_with_own_digest(text.strip()))
+            return cls._checked(strict_json.loads(text), is_intact=ends_with_own_digest(text.strip()))
         except RecordError:
             raise
         except (ValueError, RecursionError) as error:
@@ -178,7 +201,7 @@ class Record:
 
     @classmethod
     def from_facts(cls, facts: Any) -> Record:
-        """Return the record that some parsed JSON is, whichever way it was spelt.
+        """Return the record of some parsed JSON, however the JSON was formatted.
 
         Raises:
             OtherSchemaError: it is of another version.
@@ -195,8 +218,8 @@ class Record:
             raise RecordError(f"it has version {version!r:.40}, which is not a number")
         if version != SCHEMA:
             raise OtherSchemaError(f"it has version {version}, and this asel reads version {SCHEMA}")
-        if _is_deeper(facts, MOST_DEPTH):
-            raise RecordError(f"it is nested more than {MOST_DEPTH} deep")
+        if is_deeper(facts, MAX_DEPTH):
+            raise RecordError(f"it is nested more than {MAX_DEPTH} deep")
         given = {name: value for name, value in facts.items() if name != "sha256"}
         if "sha256" not in facts:
             raise RecordError("it has no sha256, the digest that every record carries")
@@ -207,14 +230,7 @@ class Record:
             )
         if isinstance(given.get("key"), list):
             given["key"] = tuple(given["key"])
-        try:
-            found: dict[str, Any] = {**_ADAPTER.validate_python(given)}
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the record"
-            raise RecordError(f"{where}: {first['msg']}") from error
-        except RecursionError as error:
-            raise RecordError("it is nested too deeply") from error
+        found = _validated(given)
         del found["asel"]
         return cls(**found)
 
@@ -224,19 +240,28 @@ _MARK, _END = ',"sha256":"', '"}'
 _TAIL = len(_MARK) + 64 + len(_END)
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+# hashlib releases the GIL for pieces of 2,048 bytes and more, for microseconds. A thread that does so every 0.1 ms
+# starves the event loop: each release restarts the 5 ms after which the loop may demand the GIL, and the releasing
+# thread takes it back before the loop has woken up. Stalls were as long as 790 ms.
+_HASH_PIECE_BYTES = 2047
 
 
-def _ends_with_own_digest(line: str) -> bool:
-    """Tell whether a line is as it was written. One that is spelt another way may be intact, too."""
+def sha256(text: str) -> str:
+    digest, contents = hashlib.sha256(), memoryview(text.encode())
+    for start in range(0, len(contents), _HASH_PIECE_BYTES):
+        digest.update(contents[start : start + _HASH_PIECE_BYTES])
+    return digest.hexdigest()
+
+
+def ends_with_own_digest(line: str) -> bool:
+    """Tell whether a line is unchanged since it was written. A reformatted line may be intact, too."""
     body, tail = f"{line[:-_TAIL]}}}", line[-_TAIL:]
-    return tail.startswith(_MARK) and tail[len(_MARK) : -len(_END)] == _sha256(body)
+    return tail.startswith(_MARK) and tail[len(_MARK) : -len(_END)] == sha256(body)
 
 
 def _matches(facts: dict[str, Any], digest: Any) -> bool:
     try:
-        return bool(digest == _sha256(strict_json.dumps(facts)))
+        return bool(digest == sha256(strict_json.dumps(facts)))
     except (TypeError, ValueError, RecursionError) as error:  # of parsed JSON that somebody else parsed
         raise RecordError(f"it is not JSON: {error}") from error
 
@@ -247,7 +272,7 @@ _FIELDS = ("key", "cfg", "checksum", "environment", "report", "created", "second
 class _Facts(TypedDict, total=False):
     """A record as it is read, before it is checked."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+    __pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[misc]  # noqa: RUF012
 
     asel: int
     key: Required[CacheKey]
@@ -260,18 +285,41 @@ class _Facts(TypedDict, total=False):
     writer: str
 
 
-_ADAPTER = TypeAdapter(_Facts)
+@functools.cache
+def _adapter() -> TypeAdapter[_Facts]:
+    from pydantic import TypeAdapter  # takes a tenth of a second, which `import asel` should not
+
+    return TypeAdapter(_Facts)
 
 
-def _is_deeper(value: Any, most: int) -> bool:
-    level = [value]
-    for _ in range(most):
-        level = [
+def _validated(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a record as a record's fields.
+
+    Raises:
+        RecordError: one is missing, unknown, or of the wrong type.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return {**_adapter().validate_python(facts)}
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the record"
+        raise RecordError(f"{where}: {first['msg']}") from error
+    except RecursionError as error:
+        raise RecordError("it is nested too deeply") from error
+
+
+def is_deeper(value: Any, max_depth: int) -> bool:
+    """Tell whether some parsed JSON is nested more than `max_depth` deep."""
+    layer = [value] if type(value) in (dict, list) else []
+    for _ in range(max_depth):
+        layer = [
             inner
-            for outer in level
+            for outer in layer
             for inner in (outer.values() if isinstance(outer, dict) else outer)
             if type(inner) in (dict, list)
         ]
-        if not level:
+        if not layer:
             return False
     return True

@@ -11,9 +11,9 @@ import json
 import math
 from typing import Any
 
-__all__ = ["dumps", "first", "loads"]
+__all__ = ["discard", "dumps", "first", "loads", "value_at"]
 
-# C code parses this many characters in under two milliseconds.
+# The largest text parsed by C code alone, which takes under two milliseconds.
 _LARGE = 1 << 16
 # How far down values are written one by one: a report's outcomes lie at this depth.
 _PIECES_DEPTH = 3
@@ -38,7 +38,17 @@ def first(text: str) -> str:
         ValueError: it does not begin with one.
         RecursionError: it is nested too deeply for the parser.
     """
-    return text[: _LARGE_TEXTS.raw_decode(text)[1]]
+    return text[: value_at(text, 0)[1]]
+
+
+def value_at(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a place in a text, and where it ends.
+
+    Raises:
+        ValueError: no value begins there.
+        RecursionError: it is nested too deeply for the parser.
+    """
+    return (_LARGE_TEXTS if len(text) > _LARGE else _SMALL_TEXTS).raw_decode(text, start)
 
 
 def dumps(value: Any, depth: int = 0) -> str:
@@ -54,6 +64,13 @@ def dumps(value: Any, depth: int = 0) -> str:
     if depth < _PIECES_DEPTH and type(value) in (list, tuple):
         return f"[{','.join([dumps(inner, depth + 1) for inner in value])}]"
     return _ENCODER.encode(value)
+
+
+def discard(value: Any, depth: int = 0) -> None:
+    """Empty a parsed value that is not used elsewhere, piece by piece: freeing two megabytes at once takes 12 ms."""
+    if depth < _PIECES_DEPTH and type(value) in (dict, list):
+        while value:
+            discard(value.popitem()[1] if type(value) is dict else value.pop(), depth + 1)
 
 
 def _key(key: Any) -> str:

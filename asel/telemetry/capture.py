@@ -8,13 +8,12 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
-from asel.events import Sink
+from asel.events.deferred_sinks import DeferredSinks
+from asel.events.pipeline import Pipeline
+from asel.telemetry.logs import StructlogSink
 from asel.telemetry.metrics import MetricsSink
 from asel.telemetry.names import VERSION
-from asel.telemetry.opentelemetry import OpenTelemetrySink
-from asel.telemetry.pipeline import Pipeline
-from asel.telemetry.structlog import StructlogSink
-from asel.telemetry.tap import Tap
+from asel.telemetry.spans import OpenTelemetrySink
 
 __all__ = ["CapturedTelemetry", "SpanTree"]
 
@@ -35,7 +34,7 @@ class SpanTree:
     def outline(self, depth: int = 0) -> str:
         """Return the tree as text: a line for each span with its times, its status if set, and its links."""
         line = f"{'  ' * depth}{self.name}"
-        # Others take their times from the wall's clock, which is not that of a test in virtual time.
+        # Other spans have wall-clock times, which mean nothing in a test in virtual time.
         line += f" {self.start:g}-{self.end:g}" if self.name.startswith("asel.") else ""
         line += "" if self.status == "UNSET" else f" {self.status}"
         line += "".join(f" -> {link}" for link in self.links)
@@ -43,10 +42,10 @@ class SpanTree:
 
 
 class CapturedTelemetry:
-    """What a chain with `sinks=captured.sinks` tells, made at once and kept.
+    """The spans, measurements and entries of a selector with `sinks=captured.sinks`, made at once and kept.
 
-    `tracer` makes spans that stand around the calls. With a `pipeline`, telemetry takes the way it takes
-    in production, and `pipeline.flush()` waits for it. Nothing global is touched.
+    `tracer` makes spans around the calls. With a `pipeline`, telemetry goes through the pipeline's thread as in
+    production, and `pipeline.flush()` waits for it. Nothing global is touched.
     """
 
     def __init__(self, *, sampler: Any = None, pipeline: Pipeline | None = None) -> None:
@@ -58,7 +57,7 @@ class CapturedTelemetry:
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
         self._exporter = InMemorySpanExporter()
-        # To find out what it runs on, the SDK would start threads and wait for them.
+        # By default the SDK starts threads to detect its host, and waits for them.
         nowhere = Resource.get_empty()
         provider = TracerProvider(sampler=sampler, resource=nowhere, shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
@@ -67,8 +66,8 @@ class CapturedTelemetry:
         self.tracer: Tracer = provider.get_tracer("asel", VERSION)
         self.entries: list[dict[str, Any]] = []
         """The log entries, with their level."""
-        self.sinks: tuple[Sink, ...] = (
-            Tap(
+        self.sinks: tuple[DeferredSinks, ...] = (
+            DeferredSinks(
                 [
                     OpenTelemetrySink(self.tracer),
                     MetricsSink(meter, exports=dict),
@@ -115,7 +114,7 @@ class CapturedTelemetry:
         return found
 
     def exemplars(self) -> dict[str, list[Any]]:
-        """Return what the SDK kept as examples since the last look, by histogram: each has its trace and span."""
+        """Return the exemplars since the last call, by histogram: each has its trace and span."""
         data = self._reader.get_metrics_data()
         metrics = [m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics] if data else []
         points = {metric.name: list[Any](metric.data.data_points) for metric in metrics}

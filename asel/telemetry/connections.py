@@ -6,11 +6,10 @@ An exporter says only whether a batch arrived. Whether it is worth sending again
 from __future__ import annotations
 
 import copy
-import os
-import weakref
 from importlib import import_module
 from typing import Any
 
+from asel.runtime.fork import renew_after_fork
 from asel.telemetry.export_queue import Outcome
 
 __all__ = ["Connection"]
@@ -20,7 +19,7 @@ _RETRYABLE = frozenset({429, 502, 503, 504})
 
 
 class Connection:
-    """Watches a `requests.Session`, whoever made it."""
+    """Watches the requests of a `requests.Session`."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -28,7 +27,7 @@ class Connection:
         self._request = session.request
         self._errors = import_module("requests.exceptions")
         session.request = self._watched
-        _connections.add(self)
+        renew_after_fork(self)
 
     def _watched(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -53,22 +52,12 @@ class Connection:
         return self.outcomes[-1] if self.outcomes else Outcome.REFUSED
 
     def renew(self) -> None:
-        """Open new connections from now on, and use no lock that another thread may have held."""
+        """In a forked child, open new connections and use no lock that another thread may have held.
+
+        Two processes that write to one connection make nonsense of both their requests.
+        """
         session = self.session
         for prefix, adapter in list(session.adapters.items()):
             session.adapters[prefix] = copy.copy(adapter)  # has the settings, and an empty pool
         session.cookies = copy.copy(session.cookies)
         self.outcomes = []
-
-
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # Two processes that write to one connection make nonsense of both their requests.
-    for connection in list(_connections):
-        connection.renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

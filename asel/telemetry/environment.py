@@ -1,4 +1,4 @@
-"""OpenTelemetry's environment variables, as far as `configure` builds the objects they configure.
+"""Reads those of OpenTelemetry's environment variables that configure objects which `configure` builds.
 
 An empty variable counts as unset, as OpenTelemetry specifies. An unusable value is refused before anything is built:
 the SDK would log a line and use a default, or raise after half of its objects exist.
@@ -68,7 +68,7 @@ _COUNTS: dict[Signal, tuple[str, ...]] = {
         "OTEL_LOGRECORD_ATTRIBUTE_VALUE_LENGTH_LIMIT",
     ),
 }
-# What a socket can wait for: poll() counts milliseconds in an int.
+# The longest timeout of a socket: poll() counts milliseconds in an int.
 _MAX_S = min(threading.TIMEOUT_MAX, (2**31 - 1) // 1000)
 # The exporter would log a header that does not fit this form, credentials included.
 _HEADER = re.compile(r"\s*[^\s\"(),/:;<=>?@\[\\\]{}]+\s*=[^\",;\\\x00-\x1f\x7f-\U0010ffff]*")
@@ -84,13 +84,13 @@ class Destination:
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     secrets: tuple[str, ...] = field(default=(), repr=False)
     credential_provider: EntryPoint | None = None
-    """What makes the HTTP session, instead of the exporter."""
+    """The entry point that makes the HTTP session, instead of the exporter."""
 
     def __str__(self) -> str:
         if self.kind == "console":
             return "the console (stderr)"
         url, mark, query = self.endpoint.partition("?")
-        # Every value: nobody knows under which name a collector expects its token.
+        # Every value: collectors expect their tokens under any name.
         names = [name + ("=***" if given else "") for name, given, _ in (p.partition("=") for p in query.split("&"))]
         return redact(url) + mark + "&".join(names)
 
@@ -113,18 +113,18 @@ class Plan:
     limits: Limits = Limits(2048, 512, 5.0)
     sampler: str = ""
     share: float = 1.0
-    """Of the traces, if the sampler is one that keeps a share."""
+    """The share of traces kept, if the sampler has one."""
     exemplar_filter: str = ""
     interval_ms: float = 60_000
     timeout_ms: float = 30_000
 
     def __str__(self) -> str:
-        told = f"{self.signal}: to {' and '.join(map(str, self.destinations))}"
+        text = f"{self.signal}: to {' and '.join(map(str, self.destinations))}"
         if self.signal == "metrics":
-            told += f", every {self.interval_ms / 1000:g} s"
+            text += f", every {self.interval_ms / 1000:g} s"
         if self.signal == "traces":
-            told += f", sampled {self.sampler}" + (f" {self.share:g}" if self.sampler.endswith("ratio") else "")
-        return told
+            text += f", sampled {self.sampler}" + (f" {self.share:g}" if self.sampler.endswith("ratio") else "")
+        return text
 
 
 def planned(signal: Signal, found: list[Destination]) -> Plan:
@@ -217,7 +217,7 @@ def _choice(name: str, *choices: str) -> str:
 
 
 def _sampler() -> tuple[str, float]:
-    """Return the sampler's name, and the share of traces it keeps if it is one that has a share."""
+    """Return the sampler's name, and the share of traces that it keeps."""
     name = _choice("OTEL_TRACES_SAMPLER", *_SAMPLERS)
     if not name.endswith("traceidratio"):
         return name, 1.0
@@ -336,7 +336,7 @@ def _passwords(user_info: str) -> Iterable[str]:
 
 
 def _values(query: str) -> Iterable[str]:
-    # Of every parameter: an exporter's log messages lose nothing without them.
+    # The values of all parameters: an exporter's log messages lose nothing without them.
     values = [piece.partition("=")[2] for piece in query.split("&")]
     return [*values, *map(unquote, values)]
 

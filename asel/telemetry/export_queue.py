@@ -73,7 +73,7 @@ class _Queued(Generic[T]):
 
 
 class _Flush:
-    """A caller that waits for the items of an epoch and of those before it."""
+    """A caller that waits for the items of an epoch and of all earlier ones."""
 
     __slots__ = ("epoch", "left", "lost")
 
@@ -152,7 +152,7 @@ class ExportQueue(Generic[T]):
         queue, is_first = self._ranks[rank], False
         if len(queue) >= self._bounds[rank]:
             oldest = queue.popleft()
-            # A vital span of its trace may have arrived since it was queued.
+            # A vital span of the item's trace may have arrived since the item was queued.
             better = self._rank_in_trace(rank, oldest.trace)
             if better is rank:
                 self._length -= 1
@@ -221,7 +221,7 @@ class ExportQueue(Generic[T]):
         lost = None
         with self._lock:
             if self._in_flight is not batch:
-                return outcome is Outcome.ARRIVED  # abandoned meanwhile, and counted
+                return outcome is Outcome.ARRIVED  # the queue was abandoned meanwhile, and the items are counted
             self._in_flight = []
             if outcome is not Outcome.ARRIVED:
                 is_first = self._requeue_vital(batch, outcome)
@@ -332,7 +332,7 @@ def dropped_exports() -> Mapping[tuple[str, str], int]:
 
 
 def _after_fork() -> None:
-    # The parent's thread sends the queued items. The child has neither that thread nor a right to the locks it held.
+    # The parent's thread sends the queued items. The child has neither that thread nor usable copies of its locks.
     global _drops_lock
     _drops_lock = threading.RLock()
     for address in list(_drops):

@@ -1,4 +1,4 @@
-"""Events as OpenTelemetry measurements, and what is counted rather than told.
+"""Events as OpenTelemetry measurements, and answers as counts.
 
 Answers are counted where they are given, in plain numbers that the SDK reads when it collects: the
 count is exact, whatever is shed. Durations are recorded with the event's own span current, so that an
@@ -15,11 +15,11 @@ from typing import Any
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
-from asel.answers import Statistics
 from asel.events import (
     Answer,
     AutotuneFailed,
     AutotuneFinish,
+    BaseSink,
     CallerLeft,
     CandidateFailed,
     CandidateMeasured,
@@ -31,10 +31,10 @@ from asel.events import (
     StoreRead,
     WinnerFailed,
 )
-from asel.telemetry.export_queue import dropped_exports
+from asel.events.context import Statistics
+from asel.events.counters import AnswerCounters
+from asel.events.pipeline import Pipeline
 from asel.telemetry.names import DURATION_BUCKETS_S, VERSION
-from asel.telemetry.pipeline import Pipeline
-from asel.telemetry.tally import Tally
 
 __all__ = ["MetricsSink"]
 
@@ -58,49 +58,47 @@ _MEASURED = (
 )
 
 
-class MetricsSink:
+class MetricsSink(BaseSink):
     """Counts answers and records durations; with `meter`, there, and else with the application's provider.
 
-    One is enough for a process: the instruments of two over one meter would be reported twice. `exports` returns what
-    was dropped behind asel's own pipelines, by signal and reason.
+    One is enough for a process: the instruments of two over one meter would be reported twice. `exports` returns how
+    many spans and log records were dropped on export, by signal and reason; by default, by the set-up of `configure`.
     """
-
-    deferred = True
 
     def __init__(
         self,
         meter: Meter | None = None,
         *,
-        exports: Callable[[], Mapping[tuple[str, str], int]] = dropped_exports,
+        exports: Callable[[], Mapping[tuple[str, str], int]] | None = None,
     ) -> None:
-        self.tally = Tally()
-        self._exports = exports
+        self.counters: AnswerCounters = AnswerCounters()
+        self._exports = _dropped_exports if exports is None else exports
         self._given = meter is not None
         self._provider: Any = None
         self._histograms: dict[str, Histogram] | None = None
-        self._chains: dict[int, weakref.WeakMethod[Callable[[], Statistics]]] = {}
+        self._selectors: dict[int, weakref.WeakMethod[Callable[[], Statistics]]] = {}
         self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
         self._seen_ops: set[str] = set()
         if meter is not None:
             self._histograms = self._make_instruments(meter)
 
-    def after_fork(self) -> None:
-        """Count from zero: what the parent process answered is its own to tell."""
-        self.tally.clear()
-        self._chains.clear()
+    def renew(self) -> None:
+        """Count from zero: the parent process reports its own answers."""
+        self.counters.clear()
+        self._selectors.clear()
 
     def wants(self, kind: type[Event]) -> bool:
         return self._find_instruments() is not None and issubclass(kind, _MEASURED)
 
     def watch(self, loop: object, statistics: Callable[[], Statistics] | None) -> None:
-        """Report what a chain is doing, for as long as it lives."""
+        """Report a selector's tunes, waiters and queue while it lives."""
         self._find_instruments()
         if statistics is not None:
-            chain = statistics.__self__  # type: ignore[attr-defined]
-            self._chains[id(chain)] = weakref.WeakMethod(statistics)
+            selector = statistics.__self__  # type: ignore[attr-defined]
+            self._selectors[id(selector)] = weakref.WeakMethod(statistics)
 
     def observe(self, pipeline: Pipeline) -> None:
-        """Report what becomes of the events in a pipeline."""
+        """Report how many events of a pipeline are delivered and dropped."""
         self._pipelines.add(pipeline)
 
     def emit(self, event: Event) -> None:
@@ -133,7 +131,7 @@ class MetricsSink:
             "asel.waiters", [self._waiters], "{caller}", "Callers that wait for a tune."
         )
         meter.create_observable_up_down_counter(
-            "asel.background.queue", [self._queued], "{request}", "Keys that are yet to be tuned in the background."
+            "asel.background.queue", [self._queued], "{request}", "Keys waiting to be tuned in the background."
         )
         meter.create_observable_counter(
             "asel.telemetry.events", [self._emitted], "{event}", "Events that were turned into telemetry."
@@ -146,38 +144,38 @@ class MetricsSink:
         )
         buckets = list(DURATION_BUCKETS_S)
         return {
-            name: meter.create_histogram(name, "s", told, explicit_bucket_boundaries_advisory=buckets)
-            for name, told in _DURATIONS.items()
+            name: meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=buckets)
+            for name, description in _DURATIONS.items()
         }
 
     def _selections(self, options: CallbackOptions) -> Iterable[Observation]:
-        for (op, tier), answers in self.tally.read().items():
+        for (op, tier), answers in self.counters.read().items():
             yield Observation(answers, {"asel.op": op, "asel.tier": tier})
 
     def _pending(self, options: CallbackOptions) -> Iterable[Observation]:
-        return self._by_op(lambda chain: chain.pending.items())
+        return self._by_op(lambda now: now.pending.items())
 
     def _waiters(self, options: CallbackOptions) -> Iterable[Observation]:
-        return self._by_op(lambda chain: chain.waiters.items())
+        return self._by_op(lambda now: now.waiters.items())
 
     def _by_op(self, read: Callable[[Statistics], Iterable[tuple[str, int]]]) -> Iterable[Observation]:
-        # An op that has nothing in flight is reported as zero: neither left at its last value nor, where no tune
-        # of its was ever looked at, without any.
-        totals = dict.fromkeys(self._seen_ops | self.tally.ops(), 0)
-        for chain in self._statistics():
-            for op, number in read(chain):
+        # An op that has nothing in flight is reported as zero: neither left at its last value nor, if none of its
+        # tunes was ever looked at, missing.
+        totals = dict.fromkeys(self._seen_ops | self.counters.ops(), 0)
+        for statistics in self._statistics():
+            for op, number in read(statistics):
                 totals[op] = totals.get(op, 0) + number
         self._seen_ops |= totals.keys()
         for op, number in totals.items():
             yield Observation(number, {"asel.op": op})
 
     def _queued(self, options: CallbackOptions) -> Iterable[Observation]:
-        yield Observation(sum(chain.queued for chain in self._statistics()))
+        yield Observation(sum(statistics.queued for statistics in self._statistics()))
 
     def _statistics(self) -> Iterator[Statistics]:
-        for address, method in list(self._chains.items()):
+        for address, method in list(self._selectors.items()):
             if (statistics := method()) is None:
-                self._chains.pop(address, None)
+                self._selectors.pop(address, None)
             else:
                 yield statistics()
 
@@ -193,8 +191,14 @@ class MetricsSink:
             yield Observation(number, {"asel.signal": signal, "asel.reason": reason})
 
 
+def _dropped_exports() -> Mapping[tuple[str, str], int]:
+    from asel.telemetry.export_queue import dropped_exports  # not needed before a reader collects
+
+    return dropped_exports()
+
+
 def _durations(event: Event) -> Iterator[tuple[str, float, dict[str, str | None]]]:
-    """Give the measurements that an event is worth: the histogram, the seconds, the labels."""
+    """Give an event's measurements: the histogram, the seconds, the labels."""
     op, took_s = event.op, event.end - event.start
     if isinstance(event, Answer):
         yield "asel.choose.duration", took_s, {"asel.op": op, "asel.tier": event.tier, "error.type": _no_answer(event)}
@@ -206,12 +210,10 @@ def _durations(event: Event) -> Iterator[tuple[str, float, dict[str, str | None]
         yield "asel.tune.duration", took_s, {"asel.op": op, "asel.device.kind": kind, "error.type": error}
     elif isinstance(event, CandidateMeasured | CandidateFailed):
         failed = event.stage if isinstance(event, CandidateFailed) else None
-        steps = {"compile": event.compiled, "measure": event.measured}
+        steps = {"compile": event.compiled, "measure": () if event.measured is None else (event.measured,)}
         if failed is not None:
-            steps[failed] = steps.get(failed) or (event.start, event.end)
-        took = {stage: when[1] - when[0] for stage, when in steps.items() if when is not None}
-        if isinstance(event, CandidateMeasured) and "compile" in took:
-            took["compile"] = event.compile_s  # one that is lowered ahead of its turn waits for that in between
+            steps[failed] = steps.get(failed) or ((event.start, event.end),)
+        took = {stage: sum(end - start for start, end in times) for stage, times in steps.items() if times}
         for stage, seconds in took.items():
             error = event.error_type if isinstance(event, CandidateFailed) and stage == failed else None
             yield "asel.candidate.duration", seconds, {"asel.op": op, "asel.stage": stage, "error.type": error}

@@ -1,4 +1,4 @@
-"""What asel calls things in traces and metrics; dashboards and alerts use no others."""
+"""Names in traces and metrics; dashboards and alerts use no others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "asel.telemetry.dropped": ("asel.signal", "asel.reason"),
 }
 
-# Metric: its instrument and unit, from which Prometheus' name for it follows. A unit in braces leaves no trace there.
+# Metric: its instrument and unit, from which its name in Prometheus follows. A unit in braces is not part of that name.
 INSTRUMENTS: dict[str, tuple[Literal["counter", "updowncounter", "histogram"], str]] = {
     "asel.selections": ("counter", "{selection}"),
     "asel.choose.duration": ("histogram", "s"),
@@ -72,6 +72,7 @@ INSTRUMENTS: dict[str, tuple[Literal["counter", "updowncounter", "histogram"], s
 
 ATTRIBUTES = (
     "asel.adopted",
+    "asel.call",
     "asel.candidate.count",
     "asel.candidate.failed",
     "asel.candidate.index",
@@ -80,43 +81,42 @@ ATTRIBUTES = (
     "asel.config",
     "asel.declined",
     "asel.device",
+    "asel.failed",
     "asel.found",
     "asel.instead",
     "asel.key",
     "asel.margin",
-    "asel.median",
+    "asel.median_s",
     "asel.objective",
     "asel.op",
     "asel.outcome",
+    "asel.ranked_s",
     "asel.samples",
     "asel.stage",
     "asel.tier",
     "asel.tune.id",
-    "asel.wait",
+    "asel.wait_s",
     "asel.waiters",
+    "asel.winner",
     "error.type",
+    "exception.message",
 )
 
-# OTLP attributes for the keys of log entries, if not the key in asel's namespace: those that spans have, the names that
-# OpenTelemetry has for errors, and names without units, as its conventions ask.
+# OTLP attributes for the keys of log entries, if not the key in asel's namespace: those that spans have, and the names
+# that OpenTelemetry has for errors. Durations keep their unit: unlike a metric, an attribute has no other place for it.
 _LOG_ATTRIBUTES = {
     "call_key": "asel.key",
     "candidates": "asel.candidate.count",
     "cfg": "asel.config",
-    "compile_s": "asel.compile",
-    "duration_s": "asel.duration",
     "error_type": "error.type",
     "failed": "asel.candidate.failed",
-    "failing_s": "asel.failing",
     "index": "asel.candidate.index",
     "measured": "asel.candidate.measured",
-    "median_s": "asel.median",
     "message": "exception.message",
     "op_id": "asel.op",
     "skipped": "asel.candidate.skipped",
     "tune_id": "asel.tune.id",
-    "wait_s": "asel.wait",
-    "waited_s": "asel.wait",
+    "waited_s": "asel.wait_s",
 }
 
 

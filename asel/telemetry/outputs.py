@@ -12,8 +12,9 @@ from typing import IO, Any
 import structlog
 from opentelemetry import _logs, context
 
+from asel.telemetry.logs import current_entry
 from asel.telemetry.names import log_attribute
-from asel.telemetry.structlog import current_entry
+from asel.telemetry.sentences import sentence
 
 __all__ = ["Output", "configure_structlog", "printed", "sent"]
 
@@ -22,7 +23,7 @@ Output = Callable[[dict[str, Any]], object]
 _SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}
 # Levels that OpenTelemetry spells differently.
 _SEVERITY_TEXTS = {"warning": "WARN", "critical": "FATAL"}
-# Keys that an OTLP record has its own fields for.
+# Keys that are fields of an OTLP record.
 _FIELDS = frozenset({"level", "event", "timestamp", "trace_id", "span_id"})
 
 
@@ -74,7 +75,8 @@ def printed(stream: IO[str] | None = None) -> Output:
 def sent(logger: _logs.Logger) -> Output:
     """Return an output that emits entries as OpenTelemetry log records, in the current span's context.
 
-    Following OpenTelemetry's conventions for events, asel's own entries have an event name, attributes and no body.
+    Following OpenTelemetry's conventions for events, asel's own entries have an event name and attributes; their
+    body is a sentence.
     """
 
     def send(entry: dict[str, Any]) -> None:
@@ -86,7 +88,7 @@ def sent(logger: _logs.Logger) -> Output:
                 observed_timestamp=time.time_ns(),
                 severity_text=_SEVERITY_TEXTS.get(level, level.upper()),
                 severity_number=_logs.SeverityNumber(_SEVERITIES.get(level, 9)),
-                body=None if own is not None else entry["event"],
+                body=entry["event"] if own is None else sentence(own.event),
                 event_name=None if own is None else entry["event"],
                 attributes={
                     log_attribute(key) if key in names else key: _plain(value)

@@ -55,7 +55,7 @@ def rank_of_log(record: Any) -> Rank:
 
 
 class _Exporting:
-    """What the processors of both signals have in common."""
+    """The common part of the processors of both signals."""
 
     queue: ExportQueue[Any]
     _exporter: Any

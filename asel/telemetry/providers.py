@@ -8,7 +8,6 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-import opentelemetry.metrics._internal as metrics_globals
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import ConsoleLogRecordExporter
@@ -27,6 +26,7 @@ from asel.errors import InvalidRequestError
 from asel.telemetry.connections import Connection
 from asel.telemetry.environment import Destination, Limits, Plan, Signal
 from asel.telemetry.export_queue import ExportQueue
+from asel.telemetry.global_providers import GLOBAL_PROVIDERS
 from asel.telemetry.processors import LogQueue, SpanQueue
 
 __all__ = ["make_providers"]
@@ -56,11 +56,11 @@ def make_providers(
     """
     resource = Resource.create({"service.name": service_name})
     planned = {plan.signal: plan for plan in plans}
-    # Metrics first: the others report their own metrics there. Left to themselves they would ask for the global
+    # Metrics first: the other providers report their own metrics there. Otherwise they would ask for the global
     # provider, and so set the one that OTEL_PYTHON_METER_PROVIDER names.
     if "metrics" in planned:
         made["metrics"] = _make_metrics(resource, planned["metrics"])
-    meters = made.get("metrics") or metrics_globals._METER_PROVIDER or NoOpMeterProvider()
+    meters = made.get("metrics") or GLOBAL_PROVIDERS["metrics"].current or NoOpMeterProvider()
     if "traces" in planned:
         plan = planned["traces"]
         traces = TracerProvider(_sampler(plan), resource, shutdown_on_exit=False, **_accepted(TracerProvider, meters))

@@ -127,7 +127,7 @@ def answers() -> list[timeseries.Panel]:
     guesses = in_jaeger(
         "Requests that ran on a guess in Jaeger", "asel.choose", {"asel.op": THIS_OP, "asel.tier": "heuristics"}
     )
-    # Without error=true: a caller that leaves is no error on its span.
+    # Without error=true: a caller that leaves does not mark its span as an error.
     errors = in_jaeger("Requests that raised in Jaeger", "asel.choose", {"error.type": THIS_ERROR})
     return [
         panel(
@@ -183,7 +183,9 @@ def answers() -> list[timeseries.Panel]:
 def tunes() -> list[timeseries.Panel]:
     of_op = in_jaeger("Tunes of this op in Jaeger", "asel.autotune", {"asel.op": THIS_OP})
     waiters = in_jaeger("Who waited or tuned, in Jaeger", "asel.choose", {"asel.op": THIS_OP, "asel.tier": "autotune"})
-    failed = in_jaeger("Failed candidates in Jaeger", "asel.candidate", {"error": "true", "error.type": THIS_ERROR})
+    failed = in_jaeger(
+        "Failed candidates in Jaeger", "asel.candidate", {"asel.failed": "true", "error.type": THIS_ERROR}
+    )
     failed_tunes = in_jaeger("Failed tunes in Jaeger", "asel.autotune", {"asel.op": THIS_OP, "error.type": THIS_ERROR})
     return [
         panel(

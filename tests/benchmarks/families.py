@@ -12,6 +12,7 @@ from itertools import product
 from math import ceil
 from statistics import fmean, median
 from time import perf_counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 # Far above the timer's noise and the cost of dispatching a run, and several runs of all that is short: they are timed
 # warm, as every tuner here times them. Run once and cold, after all the others, another attention is the best.
-LEAST_SAMPLE_S = 5e-3
+MIN_SAMPLE_S = 5e-3
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,20 @@ class Oracle:
         self._programs = [distinct.index(text) for text in texts]
         self._compiled = [lowered[texts.index(text)].compile() for text in distinct]
         once = [min(self._sample(index, 1) for _ in range(2)) for index in range(len(distinct))]
-        self._runs = [ceil(LEAST_SAMPLE_S / seconds) for seconds in once]
+        self._runs = [ceil(MIN_SAMPLE_S / seconds) for seconds in once]
         self._rounds: list[list[float]] = []
+
+    @classmethod
+    def of_recorded(cls, family: Family, programs: list[int], rounds: list[list[float]]) -> Oracle:
+        """Return an oracle that knows what another one has seen, and can watch no more."""
+        oracle = cls.__new__(cls)
+        oracle.family, oracle._programs, oracle._rounds = family, programs, rounds
+        return oracle
+
+    @property
+    def recorded(self) -> dict[str, list[Any]]:
+        """What `of_recorded` takes."""
+        return {"programs": self._programs, "rounds": self._rounds}
 
     def watch(self, rounds: int) -> None:
         """Take so many interleaved samples of every program."""

@@ -16,7 +16,6 @@ import argparse
 import gc
 import subprocess
 import sys
-from ast import literal_eval
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Literal
 
 import anyio
 from families import FAMILIES, Blocks
+from heartbeat import Lateness, beat, second_heart
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -55,62 +55,16 @@ async def blocking_tune() -> None:
     Tuner(1, 3).autotune(FAMILY.make, ARGS, {}, FAMILY.candidates)
 
 
-@dataclass(frozen=True, slots=True)
-class Lateness:
-    """From when a heartbeat was due until it came, on a clock that all programs of a machine share."""
-
-    due: float
-    came: float
-
-    @property
-    def seconds(self) -> float:
-        return self.came - self.due
-
-    def beside(self, others: Sequence[Lateness]) -> float:
-        """Return the seconds in which none of the others was late, too."""
-        shared = (min(self.came, other.came) - max(self.due, other.due) for other in others)
-        return self.seconds - sum(each for each in shared if each > 0)
-
-
 async def lags_during(tune: Callable[[], Awaitable[None]]) -> list[Lateness]:
     """Return how late each heartbeat was."""
     late: list[Lateness] = []
-
-    async def beat() -> None:
-        while True:
-            due = perf_counter() + BEAT_S
-            await anyio.sleep(BEAT_S)
-            late.append(Lateness(due, perf_counter()))
-
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(beat)
+        tasks.start_soon(beat, late, BEAT_S)
         await anyio.sleep(10 * BEAT_S)
         await tune()
         await anyio.sleep(0.2)  # the beat that a blocking tune held up is counted, and so is letting go of programs
         tasks.cancel_scope.cancel()
     return late
-
-
-# Ends when its input does. It waits for that, a beat at a time, and tells of the beats that it missed.
-SECOND_HEART = f"""
-import select, sys, time
-late, ended = [], False
-while not ended:
-    due = time.perf_counter() + {BEAT_S}
-    ended = bool(select.select([sys.stdin], [], [], {BEAT_S})[0])
-    came = time.perf_counter()
-    if came > due + {BEAT_S}:
-        late.append((due, came))
-print(late)
-"""
-
-
-@contextmanager
-def second_heart() -> Iterator[Callable[[], list[Lateness]]]:
-    """Have another program do nothing but beat; gives what ends it and returns when it was late."""
-    command = [sys.executable, "-S", "-c", SECOND_HEART]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as heart:
-        yield lambda: [Lateness(*each) for each in literal_eval(heart.communicate()[0])]
 
 
 @contextmanager
@@ -185,7 +139,7 @@ class Row:
 
     def take_turn(self, name: str, backend: str) -> None:
         gc.collect()  # what was imported and compiled before is nobody's garbage
-        with TUNES[name]() as tune, second_heart() as stopped, longest_collection() as collecting_s:
+        with TUNES[name]() as tune, second_heart(BEAT_S) as stopped, longest_collection() as collecting_s:
             beats = anyio.run(lags_during, tune, backend=backend)
             others = stopped()
         late = [beat.seconds for beat in beats]

@@ -1,8 +1,9 @@
 """Whether every panel and every alert shows what a real run does: `python tests/benchmarks/panels.py`.
 
-Needs Debian's `prometheus` on PATH. It scrapes `tests/busy_service.py`, in which everything happens that the dashboard
-shows, and loads the rules that are checked in. Panels are asked as Grafana asks them, over the time of the run. All on
-loopback. Jaeger is not there: where a panel's link would lead is looked up among the spans of the run. Exits with 1 if
+Needs Debian's `prometheus` on PATH. It scrapes `tests/support/busy_service.py`, in which everything happens that
+the dashboard shows, and loads the rules that are checked in. Panels are asked as Grafana asks them, over the time of
+the run. All on loopback. Jaeger is not there: where a panel's link would lead is looked up among the spans of the
+run. Exits with 1 if
 a query returns nothing, nothing above zero or no number, if a link leads to no span, if a rule fails, or if an alert
 stays silent.
 """
@@ -36,8 +37,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own helpers
 
-from busy_service import set_up, work
-from redis_server import free_port
+from support.busy_service import set_up, work
+from support.redis_server import free_port
 
 FOLDER = Path(__file__).parents[2] / "observability"
 BOARD = json.loads((FOLDER / "grafana/dashboards/asel.json").read_text())
@@ -142,7 +143,7 @@ def dead_links(panel: dict[str, Any], labels: dict[str, str], spans: list[Findab
 
 def findable(span: ReadableSpan) -> Findable:
     """Return what Jaeger finds a span by: its attributes as text, and `error` where its status says so."""
-    tags = {name: str(value) for name, value in (span.attributes or {}).items()}
+    tags = {name: "true" if value is True else str(value) for name, value in (span.attributes or {}).items()}
     return span.name, tags | ({"error": "true"} if span.status.status_code is StatusCode.ERROR else {})
 
 

@@ -17,7 +17,8 @@ from rich.console import Console
 from tuning import MOST_REGRET, asel_tune
 
 from asel import Tuner
-from asel.jobs import TuneJob
+from asel.tuning.request import TuneRequest
+from asel.tuning.state import TuneState
 
 REPEATS = 20
 # The oracle's samples of each candidate before every tune: what it knows is of the same minutes.
@@ -27,7 +28,7 @@ SAME = 0.95
 
 def with_incumbent(family: Family) -> Blocks:
     last = len(family.candidates) - 1
-    job = TuneJob(family.candidates, family.make, family.args, {}, incumbent=last)
+    job = TuneState(TuneRequest(family.candidates, family.make, family.args, {}, incumbent=last))
     return anyio.run(Tuner[Blocks]().tune, job).winner
 
 

@@ -9,10 +9,13 @@ import argparse
 import gc
 import logging
 import sys
+import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -24,22 +27,51 @@ import structlog
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from rich.console import Console
-from side_by_side import Budget, Contender, compare, race, without_gc
+from side_by_side import Budget, Contender, compare, once_each, race, without_gc
 
-from asel import ConfigSelectorChain, Invocation, Kernel, Sink, Tuner
-from asel.measure import Sampler, Trial
+import asel.serving.executor
+import asel.serving.preparation
+import asel.serving.runs
+from asel import (
+    AutotunePolicy,
+    BlockingExecutor,
+    BlockingSelector,
+    ConfigSelectorChain,
+    Executor,
+    Invocation,
+    Kernel,
+    Sink,
+    Tuner,
+)
 from asel.testing import ScriptedMeasure
+from asel.tuning.measure import Sampler, Trial
 
 UNSAMPLED = TracerProvider(sampler=ALWAYS_OFF).get_tracer("benchmark")
 CALLERS = 10_000
+KEYS = (10, 4_000, 10_000, 100_000)
+CANDIDATES = (4, 25, 100)
+NEW_SHAPES = 200
 BACKENDS = ("asyncio", "trio")
 BUDGETS = {
     "hit": Budget(5, "floor"),
     "hit, fresh arrays": Budget(5, "floor"),
     "hit, default sinks": Budget(10, "floor"),
     "hit, default sinks, structlog at INFO": Budget(10, "floor"),
+    "hit, default sinks, nothing configured": Budget(10, "floor"),
     "hit, 100 arrays": Budget(200, "floor"),  # 60 us where the floor is 0.30 us
     "ejKernel": Budget(25, "hit", at_least=True),
+    "hit, 4,000 keys": Budget(1.5, "hit, 10 keys"),
+    "hit, 10,000 keys": Budget(1.5, "hit, 10 keys"),
+    "hit, 100,000 keys": Budget(1.5, "hit, 10 keys"),
+    "ejKernel, 100,000 keys": Budget(10, "hit, 100,000 keys", at_least=True),
+    "new shape, 4 candidates": Budget(3, "ejKernel, new shape, 4 candidates"),
+    "new shape, 25 candidates": Budget(3, "ejKernel, new shape, 25 candidates"),
+    "new shape, 100 candidates": Budget(3, "ejKernel, new shape, 100 candidates"),
+    "execute, warm": Budget(1, "the jitted call and 5 us"),
+    "execute, warm, with prepare": Budget(1, "the jitted call and 5 us"),
+    "execute.nowait, warm": Budget(1, "the jitted call and 1.5 us"),
+    "BlockingExecutor, warm": Budget(1, "the jitted call and 5 us"),
+    "ejKernel's executor": Budget(1, "execute, warm, with prepare", at_least=True),
     "asyncio, a cold key": Budget(3, "asyncio, an Event"),
     "trio, a cold key": Budget(3, "trio, an Event"),
 }
@@ -121,7 +153,7 @@ def asel_hits(quiet: ConfigSelectorChain[Blocks, Any], telling: ConfigSelectorCh
         Contender("hit, choose_nowait", quiet.choose_nowait, once),
         Contender("hit, default sinks", telling.choose, once, unsampled),
         Contender("hit, default sinks, structlog at INFO", telling.choose, once, unsampled_at_info),
-        Contender("hit, default sinks, no trace", telling.choose, once),
+        Contender("hit, default sinks, nothing configured", telling.choose, once),
         Contender("hit, 100 arrays", quiet.choose, [call(hundred_arrays())]),
     ]
 
@@ -145,11 +177,87 @@ def unsampled_at_info() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------
+# Hits among many keys, each asked for in turn.
+
+
+def keyword_calls(make: Callable[..., Any], keys: int) -> list[Any]:
+    a, b = two_arrays()
+    return [make("matmul", (a, b), {"step": step}) for step in range(keys)]
+
+
+async def time_many_keys(rounds: int, slice_s: float) -> tuple[dict[str, float | None], float]:
+    """Return the seconds a hit takes by the number of keys in memory, and the bytes that a key takes there."""
+    contenders, selectors, missing, bytes_per_key = [], [], dict[str, float | None](), 0.0
+    for keys in KEYS:
+        selector: ConfigSelectorChain[Blocks, Any] = ConfigSelectorChain(sinks=())
+        kernel, calls = MatMul(), keyword_calls(Invocation, keys)
+        tracemalloc.start()
+        for inv in calls:
+            selector.cache.put(*selector.resolve(inv, kernel).key, Blocks(64))
+            await selector.choose(inv, kernel)
+        bytes_per_key = tracemalloc.get_traced_memory()[0] / keys
+        tracemalloc.stop()
+        selectors.append(selector)
+        # What has been put since a key was asked for has closed its fast lane.
+        for inv in calls:
+            await selector.choose(inv, kernel)
+        contenders.append(Contender(f"hit, {keys:,} keys", selector.choose, [(inv, kernel) for inv in calls]))
+        try:
+            contenders.append(ejkernel_keys(keys))
+        except ImportError:
+            missing[f"ejKernel, {keys:,} keys"] = None
+    return {**race(contenders, rounds=rounds, slice_s=slice_s), **missing}, bytes_per_key
+
+
+def ejkernel_keys(keys: int) -> Contender:
+    from ejkernel.ops import Invocation
+
+    selector, kernel = ejkernel_selector()
+    return Contender(
+        f"ejKernel, {keys:,} keys", selector.choose, [(inv, kernel) for inv in keyword_calls(Invocation, keys)]
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Shapes that were never seen, answered by the heuristic.
+
+
+async def time_new_shapes(rounds: int) -> dict[str, float | None]:
+    """Return the seconds that a new shape takes where heuristics answer, by the number of candidates."""
+    best: dict[str, float | None] = {}
+    b = jnp.zeros((128, 32))
+    sizes = count(1)
+
+    def shapes() -> list[Any]:
+        return [jax.ShapeDtypeStruct((next(sizes), 128), jnp.float32) for _ in range(NEW_SHAPES)]
+
+    policy = AutotunePolicy(cache_miss_fallback="heuristics")
+    for _ in range(rounds):
+        for candidates in CANDIDATES:
+            blocks = tuple(Blocks(m) for m in range(candidates))
+            kernel = MatMul()
+            kernel.candidates = blocks
+            selector: ConfigSelectorChain[Blocks, Any] = ConfigSelectorChain(policy=policy, sinks=())
+            taken = {f"new shape, {candidates} candidates": (selector, kernel, Invocation)}
+            try:
+                from ejkernel.ops import Invocation as PeersInvocation
+
+                taken[f"ejKernel, new shape, {candidates} candidates"] = (*ejkernel_selector(blocks), PeersInvocation)
+            except ImportError:
+                best[f"ejKernel, new shape, {candidates} candidates"] = None
+            for name, (chooser, op, make) in taken.items():
+                calls = [(make("matmul", (a, b), {}), op) for a in shapes()]
+                contender = Contender(name, chooser.choose, calls)
+                best[name] = min(best.get(name) or inf, once_each(contender) / NEW_SHAPES)
+    return best
+
+
+# ---------------------------------------------------------------------------------------------
 # Peers, each with the smallest kernel it allows.
 
 
-def ejkernel_hits() -> list[Contender]:
-    from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Invocation, Kernel
+def ejkernel_selector(blocks: tuple[Blocks, ...] = ()) -> tuple[Any, Any]:
+    from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Kernel
 
     class MatMul(Kernel[Blocks, Any]):
         def run(self, *args, cfg, **kwargs):
@@ -158,9 +266,17 @@ def ejkernel_hits() -> list[Contender]:
         def heuristic_cfg(self, inv):
             return Blocks(64)
 
+        def candidate_cfgs(self, inv):
+            return blocks
+
     # The first call leaves the heuristic in memory; from there on it is a hit.
-    selector = ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False))
-    kernel = MatMul("matmul")
+    return ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False)), MatMul("matmul")
+
+
+def ejkernel_hits() -> list[Contender]:
+    from ejkernel.ops import Invocation
+
+    selector, kernel = ejkernel_selector()
     return [
         Contender("ejKernel", selector.choose, [(Invocation("matmul", two_arrays(), {}), kernel)]),
         Contender("ejKernel, 100 arrays", selector.choose, [(Invocation("matmul", (hundred_arrays(),), {}), kernel)]),
@@ -192,6 +308,81 @@ def tokamax_hits() -> list[Contender]:
 
 
 PEERS: dict[str, Callable[[], list[Contender]]] = {"ejkernel": ejkernel_hits, "tokamax": tokamax_hits}
+
+
+# ---------------------------------------------------------------------------------------------
+# Choosing and running.
+
+
+class Added(Kernel[Blocks, Any]):
+    op_id = "added"
+
+    def run(self, a, b, *, cfg):
+        return a + b
+
+    def heuristic_cfg(self, inv):
+        return Blocks(64)
+
+    def candidate_cfgs(self, inv):
+        return (Blocks(64), Blocks(128))
+
+
+class PreparedAdded(Added):
+    op_id = "prepared_added"
+
+    def prepare(self, *args, **kwargs):
+        return args, kwargs
+
+
+async def time_executors(rounds: int, slice_s: float) -> dict[str, float | None]:
+    """Return the seconds a warm call takes: jitted by hand, through our executor, through ejKernel's."""
+    # A busy machine takes a millisecond away now and then, and the next run is in a thread: that is not timed here.
+    for module in (asel.serving.executor, asel.serving.preparation, asel.serving.runs):
+        module.QUICK_S = 1.0  # type: ignore[attr-defined]
+    a, b = jnp.ones(4), jnp.ones(4)
+    call = jax.jit(lambda a, b: a + b)
+    plain, prepared = Added(), PreparedAdded()
+    block = BlockingExecutor(BlockingSelector(tuner=Tuner(), sinks=()))
+    async with ConfigSelectorChain(tuner=Tuner(), sinks=()) as selector:
+        execute = Executor(selector)
+        for _ in range(20):  # until the runs are known to be quick
+            await execute(plain, a, b)
+            await execute(prepared, a, b)
+            block(plain, a, b)
+
+        calls = [(a, b)]
+        contenders = [
+            Contender("the jitted call", call, calls),
+            Contender("execute, warm", partial(execute.__call__, plain), calls),
+            Contender("execute, warm, with prepare", partial(execute.__call__, prepared), calls),
+            Contender("execute.nowait, warm", partial(execute.nowait, plain), calls),
+            Contender("BlockingExecutor, warm", partial(block.__call__, plain), calls),
+        ]
+        missing: dict[str, float | None] = {}
+        try:
+            contenders += ejkernel_executor(calls)
+        except ImportError:
+            missing["ejKernel's executor"] = None
+        seconds = race(contenders, rounds=rounds, slice_s=slice_s)
+    block.selector.close()
+    jitted_s = seconds["the jitted call"]
+    limits = {"the jitted call and 5 us": jitted_s + 5e-6, "the jitted call and 1.5 us": jitted_s + 1.5e-6}
+    return {**seconds, **limits, **missing}
+
+
+def ejkernel_executor(calls: list[tuple[Any, Any]]) -> list[Contender]:
+    from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Kernel
+
+    class Added(Kernel[Blocks, Any]):
+        def run(self, a, b, *, cfg):
+            return jitted(a, b)
+
+        def heuristic_cfg(self, inv):
+            return Blocks(64)
+
+    jitted = jax.jit(lambda a, b: a + b)
+    execute = Executor(ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False)))
+    return [Contender("ejKernel's executor", partial(execute, Added("added"), stamp=False), calls)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -264,12 +455,25 @@ async def _crowd(wait: Callable[[], Awaitable[Any]], release: Callable[[], objec
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time answers from memory beside their floor and their peers.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: sooner, and noisier")
-    quick: bool = parser.parse_args().quick
+    parser.add_argument("--executors", action="store_true", help="the rows of the executors alone")
+    arguments = parser.parse_args()
+    quick: bool = arguments.quick
+    if arguments.executors:
+        seconds = anyio.run(time_executors, 40 if quick else 300, 0.002)
+        table, kept = compare(
+            seconds, {name: of for name, of in BUDGETS.items() if name in seconds}, floor="the jitted call"
+        )
+        Console(width=None if sys.stdout.isatty() else 110).print(table)
+        return 0 if kept else 1
     hits = anyio.run(time_hits, 40 if quick else 300, 0.002)
+    many, bytes_per_key = anyio.run(time_many_keys, 40 if quick else 300, 0.002)
+    new = anyio.run(time_new_shapes, 3 if quick else 15)
+    executors = anyio.run(time_executors, 40 if quick else 300, 0.002)
     crowds = time_crowds(2 if quick else 7)
-    table, kept = compare({**hits, **crowds}, BUDGETS, floor="floor")
+    table, kept = compare({**hits, **many, **new, **executors, **crowds}, BUDGETS, floor="floor")
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
+    console.print(f"Of {KEYS[-1]:,} keys, each takes {bytes_per_key:,.0f} bytes of memory.", style="dim")
     console.print(f"Each of {CALLERS:,} callers, for the last rows. The best of interleaved rounds.", style="dim")
     return 0 if kept else 1
 

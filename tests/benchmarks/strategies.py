@@ -1,26 +1,31 @@
 """What strategies sample and how well they choose, on recorded timings: `python tests/benchmarks/strategies.py`.
 
 The timings are recorded once, round by round; every replay begins with another round, so that what slowed
-a round slows all of its samples.
+a round slows all of its samples. With `--timings FILE` they are kept there, or taken from there, so that two versions
+of a strategy replay the same. As in a tune, a sample of short runs is the best of some.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from statistics import fmean, quantiles
+from pathlib import Path
+from statistics import fmean, median, quantiles
 
 import anyio
-from families import FAMILIES, NEAR_EQUALS, Blocks, Oracle, record
+from families import EQUALS, FAMILIES, LONG, NEAR_EQUALS, Blocks, Family, Oracle, record
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from asel import Tuner
-from asel.strategies import Exhaustive, Race, Strategy
 from asel.testing import ReplayMeasure
+from asel.tuning.race import Race
+from asel.tuning.strategies import Exhaustive, Strategy
+from asel.tuning.timing import Pace
 
 SAMPLES = 64
 REPLAYS = 50
@@ -29,8 +34,7 @@ STRATEGIES: dict[str, Strategy] = {
     "Exhaustive(10)": Exhaustive(10),
     "Exhaustive(30)": Exhaustive(30),
     "Race()": Race(),
-    "Race(most_rounds=10)": Race(most_rounds=10),
-    "Race(least_s=0)": Race(least_s=0.0),
+    "Race(10)": Race(10),
 }
 
 
@@ -44,12 +48,19 @@ class Replayed:
     winner: Blocks
 
 
+def as_sampled(samples: list[float]) -> list[float]:
+    """Return the best of as many runs as make a sample of such a candidate; runs of one sample are not neighbours."""
+    batches, count = Pace(batch_s=median(samples)).batches, len(samples)
+    return [min(samples[(first + 7 * more) % count] for more in range(batches)) for first in range(count)]
+
+
 async def replay(strategy: Strategy, oracle: Oracle, seed: int) -> Replayed:
     """Run a strategy against recorded timings, from a round of its own on."""
     if isinstance(strategy, Race):
         strategy = replace(strategy, seed=seed)
     family = oracle.family
-    measure = ReplayMeasure(dict(zip(family.candidates, oracle.samples_s, strict=True)), seed)
+    samples = map(as_sampled, oracle.samples_s)
+    measure = ReplayMeasure(dict(zip(family.candidates, samples, strict=True)), seed)
     tuner = Tuner[Blocks](measure=measure, strategy=strategy)
     winner = await tuner.autotune(family.make, (), {}, family.candidates)
     return Replayed(measure.sampled, measure.simulated_s, oracle.regret(winner), winner)
@@ -59,12 +70,25 @@ async def replays(strategy: Strategy, oracle: Oracle) -> list[Replayed]:
     return [await replay(strategy, oracle, seed) for seed in range(REPLAYS)]
 
 
+def oracle_of(family: Family, timings: Path | None) -> Oracle:
+    """Return what is known of a family: from a file, if it is there."""
+    known = json.loads(timings.read_text()) if timings is not None and timings.exists() else {}
+    if family.name in known:
+        return Oracle.of_recorded(family, known[family.name]["programs"], known[family.name]["rounds"])
+    oracle = record(family, SAMPLES)
+    if timings is not None:
+        timings.write_text(json.dumps({**known, family.name: oracle.recorded}))
+    return oracle
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare strategies on recorded timings.")
-    families = {family.name: family for family in (*FAMILIES, NEAR_EQUALS)}
+    families = {family.name: family for family in (*FAMILIES, EQUALS, NEAR_EQUALS, LONG)}
     parser.add_argument("--family", choices=families, default="recurrence")
-    family = families[parser.parse_args().family]
-    oracle = record(family, SAMPLES)
+    parser.add_argument("--timings", type=Path, help="a file to keep timings in, or to take them from")
+    given = parser.parse_args()
+    family = families[given.family]
+    oracle = oracle_of(family, given.timings)
     title = f"{family.name}: {len(family.candidates)} candidates, {REPLAYS} replays of {SAMPLES} samples each"
     table = Table("strategy", title=title, title_justify="left", box=SIMPLE)
     for heading in ("samples", "seconds", "regret, mean", "p90", "worst", "same winner"):

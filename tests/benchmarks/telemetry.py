@@ -116,7 +116,7 @@ async def lags(fill: Callable[[Any, Any, Any], Any] | None, seconds: float) -> t
     return late, filled_s
 
 
-async def backlog(selector: Any, inv: Any, kernel: Any) -> None:
+async def background_queue(selector: Any, inv: Any, kernel: Any) -> None:
     with SAMPLED.start_as_current_span("request"):
         for _ in range(BACKLOG):
             await selector.choose(inv, kernel)
@@ -130,7 +130,7 @@ def measure_lag(seconds: float, rounds: int) -> tuple[Table, bool]:
     cases = [
         (backend, name, fill)
         for backend in ("asyncio", "trio")
-        for name, fill in (("nothing", None), (f"{BACKLOG:,} events to tell", backlog))
+        for name, fill in (("nothing", None), (f"{BACKLOG:,} events to tell", background_queue))
     ]
     best: dict[tuple[str, str], tuple[float, ...]] = {}
     for _ in range(rounds):

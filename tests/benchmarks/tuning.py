@@ -25,8 +25,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from asel import Measured, Tuner
-from asel.jobs import TuneJob
+from asel import Tuner, TuneReport
+from asel.tuning.request import TuneRequest
+from asel.tuning.state import TuneState
 
 MOST_REGRET = 0.03
 # Two regrets closer than this are equal: the oracle knows no better.
@@ -84,7 +85,7 @@ def asel_tune(family: Family) -> Blocks:
 def in_groups(family: Family) -> Blocks:
     """asel where the kernel's author has said that long chunks go first: what is behind them is tried if they fail."""
     groups = tuple((int(cfg.b >= 64), 0) for cfg in family.candidates)
-    job = TuneJob(family.candidates, family.make, family.args, {}, groups=groups)
+    job = TuneState(TuneRequest(family.candidates, family.make, family.args, {}, groups=groups))
     return anyio.run(Tuner[Blocks]().tune, job).winner
 
 
@@ -92,16 +93,17 @@ class OneMore:
     """asel where all but the last candidate were tuned before."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Measured[Blocks]] = {}
+        self._earlier: tuple[TuneReport[Blocks], ...] = ()
 
     def __call__(self, family: Family) -> Blocks:
-        job = TuneJob(family.candidates, family.make, family.args, {}, incumbent=0, known=self._known)
+        job = TuneState(
+            TuneRequest(family.candidates, family.make, family.args, {}, incumbent=0, earlier=self._earlier)
+        )
         return anyio.run(Tuner[Blocks]().tune, job).winner
 
     def prepare(self, family: Family) -> None:
-        job = TuneJob(family.candidates[:-1], family.make, family.args, {}, incumbent=0)
-        outcomes = anyio.run(Tuner[Blocks]().tune, job).outcomes
-        self._known = {index: one for index, one in enumerate(outcomes) if isinstance(one, Measured)}
+        job = TuneState(TuneRequest(family.candidates[:-1], family.make, family.args, {}, incumbent=0))
+        self._earlier = (anyio.run(Tuner[Blocks]().tune, job),)
 
 
 def ejkernel_tune(iters: int, family: Family) -> Blocks:

@@ -1,0 +1,1 @@
+"""`asel doctor`: checks of this machine, with advice for each problem."""

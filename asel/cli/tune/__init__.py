@@ -1,0 +1,1 @@
+"""`asel tune`: find configs before there is traffic."""

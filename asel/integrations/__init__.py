@@ -1,0 +1,1 @@
+"""Other people's software: each module needs its extra, and is imported by its name."""

@@ -1,0 +1,1 @@
+"""What is tuned, and the key that identifies a call."""

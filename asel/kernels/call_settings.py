@@ -1,0 +1,130 @@
+"""The parts of a key that are not arguments: JAX settings that change the program, and `shard_map` options."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+from asel.kernels.canonical import Canon, canonical
+
+__all__ = ["DEFAULT_PRNG", "JaxState", "call_form", "default_device_setting", "jax_state", "settings_form"]
+
+DEFAULT_PRNG = "threefry2x32"
+"""JAX's own default."""
+
+
+class JaxState:
+    """JAX's types and settings, learnt at the first call: importing asel does not import JAX."""
+
+    # Slots of one object: Python 3.11 reads those several times faster than attributes of a class.
+    __slots__ = (
+        "array",
+        "default_device",
+        "is_committed",
+        "known",
+        "matmul_precision",
+        "mesh",
+        "no_mesh",
+        "prng_impl",
+        "sharding_of",
+        "threefry_partitionable",
+        "x64",
+    )
+
+    def __init__(self) -> None:
+        self.known = False
+        self.array: Any = None
+        self.sharding_of: Any = None
+        self.is_committed: Any = None
+        self.x64: Any = None
+        self.matmul_precision: Any = None
+        self.default_device: Any = None
+        self.prng_impl: Any = None
+        self.threefry_partitionable: Any = None
+        self.mesh: Any = None
+        self.no_mesh: Any = None
+
+    def learn(self) -> None:
+        import jax
+
+        # These context managers know their setting's value; reading it from jax.config takes three times as long.
+        self.x64, self.matmul_precision = jax.enable_x64, jax.default_matmul_precision
+        self.default_device = jax.default_device
+        self.prng_impl, self.threefry_partitionable = jax.default_prng_impl, jax.threefry_partitionable
+        # Abstract, because it is known while JAX traces, and because replicas over other devices share answers.
+        self.mesh = _mesh_setting()
+        self.known = True
+
+    def learn_array(self, kind: type) -> None:
+        """Note the type of JAX's arrays from the first one seen: making one to look at could block."""
+        self.array = kind
+        self.sharding_of = _getter(kind, "sharding")
+        self.is_committed = _getter(kind, "committed")
+
+
+def _getter(kind: type, name: str) -> Any:
+    """Return a function that reads an array's property: the private C++ getter behind it, if this JAX has one."""
+    return getattr(getattr(kind, f"_{name}", None), "fget", None) or operator.attrgetter(name)
+
+
+jax_state = JaxState()
+
+
+def _mesh_setting() -> Any:
+    """Return an object whose `value` is the mesh that is set; None or an empty mesh means that none is.
+
+    `get_abstract_mesh` is Python around such an object, and takes as long to read as all other settings together.
+    """
+    for module in ("jax._src.mesh", "jax._src.config"):  # since JAX 0.12, and before
+        setting = getattr(sys.modules.get(module), "abstract_mesh_context_manager", None)
+        if hasattr(setting, "value"):
+            return setting
+    return _PublicMeshSetting()
+
+
+class _PublicMeshSetting:
+    @property
+    def value(self) -> Any:
+        import jax
+
+        return jax.sharding.get_abstract_mesh()
+
+
+def call_form(inv: Any) -> Canon:
+    return (
+        "call",
+        inv.method,
+        canonical(inv.mesh, "mesh"),
+        canonical(inv.in_specs, "in_specs"),
+        canonical(inv.out_specs, "out_specs"),
+        int(inv.check_vma),
+        canonical(inv.batch_axes, "batch_axes"),
+    )
+
+
+def settings_form() -> Canon:
+    """Return the calling thread's settings that enter every key: x64, default matmul precision, and its mesh if any.
+
+    How random numbers are made counts unless it is JAX's default. Manual axes of the mesh do not count: within
+    `shard_map`, each device works on its own part.
+    """
+    if not jax_state.known:
+        jax_state.learn()
+    settings: Canon = (int(jax_state.x64.value), jax_state.matmul_precision.value)
+    random = (jax_state.prng_impl.value, int(jax_state.threefry_partitionable.value))
+    if random != (DEFAULT_PRNG, 1):
+        settings = (*settings, ("random", *random))
+    mesh = jax_state.mesh.value
+    if mesh is None:
+        return settings
+    kinds = zip(mesh.axis_names, mesh.axis_sizes, (kind.name for kind in mesh.axis_types), strict=True)
+    axes = tuple(axis for axis in kinds if axis[2] != "Manual")
+    return (*settings, ("mesh", axes)) if axes else settings
+
+
+def default_device_setting() -> Any:
+    """Return the calling thread's `jax_default_device` setting."""
+    if not jax_state.known:
+        jax_state.learn()
+    return jax_state.default_device.value

@@ -1,0 +1,169 @@
+"""A kernel's own gradient: `run` as a function that JAX differentiates by `fwd_with_residuals` and `vjp`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from asel.kernels.kernel_methods import variant
+
+__all__ = ["differentiable", "gradient_methods"]
+
+
+def gradient_methods(
+    kernel: Any, platform: str, context: str | None
+) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the kernel's `fwd_with_residuals` and `vjp`, the most specific of each; None unless it has both."""
+    forward = variant(kernel, "fwd_with_residuals", platform, context)
+    backward = variant(kernel, "vjp", platform, context)
+    return None if forward is None or backward is None else (forward, backward)
+
+
+def differentiable(
+    run: Callable[..., Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    cfg: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a kernel so that JAX differentiates it by the kernel's own gradient.
+
+    `forward(*args, cfg=cfg)` returns the outputs and any residuals. `backward(residuals, dy, *args, cfg=cfg)`
+    returns a gradient for each positional argument: a pytree like the argument, or None, in whole or in part, for zero.
+    It also gets the outputs if it is declared as `vjp(residuals, y, dy, ...)`. If it returns more gradients, they are
+    those of the parameters that follow in `run`, for arguments passed by keyword; the gradient of any other keyword
+    argument is zero.
+    """
+    import jax
+
+    leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
+    is_dynamic = [_is_array(leaf) for leaf in leaves]
+    arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
+    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return run(*args, cfg=cfg, **kwargs)  # nothing to differentiate, and `run` may not be traceable
+    constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
+
+    def call_of(values: Any) -> Any:
+        given = iter(values)
+        merged = [next(given) if dynamic else leaf for leaf, dynamic in zip(constants, is_dynamic, strict=True)]
+        return jax.tree_util.tree_unflatten(structure, merged)
+
+    def primal(*values: Any) -> Any:
+        call_args, call_kwargs = call_of(values)
+        return run(*call_args, cfg=cfg, **call_kwargs)
+
+    def with_residuals(*values: Any) -> Any:
+        call_args, call_kwargs = call_of(values)
+        outputs, residuals = forward(*call_args, cfg=cfg, **call_kwargs)
+        return outputs, _carried((values, outputs, residuals))
+
+    def gradients(carried: Any, cotangent: Any) -> Any:
+        values, outputs, residuals = carried()
+        call_args, call_kwargs = call_of(values)
+        cotangents = (outputs, cotangent) if _wants_outputs(backward) else (cotangent,)
+        found = backward(residuals, *cotangents, *call_args, cfg=cfg, **call_kwargs)
+        found, by_name = _apart(found, len(call_args), run)
+        aligned = _aligned(found, call_args)
+        for name in sorted(call_kwargs):  # as JAX flattens them
+            aligned += _aligned((by_name.get(name),), (call_kwargs[name],))
+        grads = (grad for grad, dynamic in zip(aligned, is_dynamic, strict=True) if dynamic)
+        return tuple(_as_cotangent(grad, array) for grad, array in zip(grads, values, strict=True))
+
+    function = jax.custom_vjp(primal)
+    function.defvjp(with_residuals, gradients)
+    return function(*arrays)
+
+
+def _apart(gradients: Any, positional: int, run: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the gradients of the positional arguments, and by name those of any parameters after them."""
+    if not isinstance(gradients, tuple | list) or len(gradients) <= positional:
+        return gradients, {}
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(getattr(run, "method", run)).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in by_position]
+    if len(gradients) > len(names):
+        return gradients, {}
+    return gradients[:positional], dict(zip(names[positional:], gradients[positional:], strict=False))
+
+
+def _aligned(gradients: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return a gradient, or None, for every leaf of the positional arguments.
+
+    Raises:
+        TypeError: there is not one gradient for each argument.
+    """
+    import jax
+
+    if not isinstance(gradients, tuple | list) or len(gradients) != len(args):
+        got = f"{len(gradients)} of them" if isinstance(gradients, tuple | list) else f"a {type(gradients).__name__}"
+        raise TypeError(f"vjp returns a tuple with one gradient for each of the {len(args)} arguments; got {got}")
+    aligned: list[Any] = []
+
+    def align(gradient: Any, part: Any) -> None:
+        count = len(jax.tree_util.tree_leaves(part))
+        if gradient is not None and count != 1:
+            raise TypeError(f"vjp returned one gradient for an argument, or a part of one, that has {count} arrays")
+        aligned.extend([gradient] * count)
+
+    jax.tree_util.tree_map(align, tuple(gradients), args, is_leaf=lambda leaf: leaf is None)
+    return aligned
+
+
+def _carried(value: Any) -> Any:
+    """Return a pytree of the arrays in `value` that gives `value` when called.
+
+    Residuals may also hold a config, a name, or a Python number that has to stay one.
+    """
+    import jax
+
+    leaves, structure = jax.tree_util.tree_flatten(value)
+    is_dynamic = [_is_array(leaf) for leaf in leaves]
+    constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
+
+    def restore(*arrays: Any) -> Any:
+        given = iter(arrays)
+        merged = [next(given) if dynamic else leaf for leaf, dynamic in zip(constants, is_dynamic, strict=True)]
+        return jax.tree_util.tree_unflatten(structure, merged)
+
+    arrays = (leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic)
+    return jax.tree_util.Partial(restore, *arrays)  # type: ignore[no-untyped-call]
+
+
+def _is_array(leaf: Any) -> bool:
+    import jax
+    import numpy as np
+
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _as_cotangent(gradient: Any, array: Any) -> Any:
+    """Return a gradient in the form that JAX takes for `array`: None for zero, which is all that an integer has.
+
+    Within `shard_map(check_vma=True)` it is summed over the devices that share the array; without, JAX sums it.
+    """
+    import jax
+
+    if gradient is None or not jax.numpy.issubdtype(array.dtype, jax.numpy.inexact):
+        return None
+    shared_by = tuple(sorted(_varying_axes(gradient) - _varying_axes(array)))
+    return jax.lax.psum(gradient, shared_by) if shared_by else gradient  # type: ignore[no-untyped-call]
+
+
+def _varying_axes(array: Any) -> frozenset[Any]:
+    """Return the mesh axes along which the value differs from device to device."""
+    import jax
+
+    of_type: Any = jax.typeof(array)
+    found = of_type.mat.varying if hasattr(of_type, "mat") else getattr(of_type, "vma", frozenset())
+    return frozenset(found)
+
+
+def _wants_outputs(backward: Callable[..., Any]) -> bool:
+    """Tell whether `vjp` is declared with the outputs, as ejKernel documents it; its executor calls it without."""
+    try:
+        return [*inspect.signature(backward).parameters][1:3] == ["y", "dy"]
+    except (TypeError, ValueError):
+        return False

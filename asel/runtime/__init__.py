@@ -1,0 +1,1 @@
+"""Event loop, threads and task-local state; knows nothing of kernels."""

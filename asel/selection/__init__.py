@@ -1,0 +1,1 @@
+"""The selector: walks the tiers, shares tunes, closes cleanly."""

@@ -1,0 +1,109 @@
+"""The limits on background tunes, which share the machine with requests.
+
+A tune that somebody waits for is held back by none of this, from the moment they wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import anyio
+
+from asel.errors import InvalidRequestError
+
+__all__ = ["BackgroundLimits", "BackgroundPace"]
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundLimits:
+    """`max_tunes` at once (None: as many as there are), at work for a part of the time, and only while idle.
+
+    Idle means that nothing has been selected for `idle_s` seconds; None: whether or not anything is.
+    """
+
+    max_tunes: int | None = None
+    duty_cycle: float = 1.0
+    idle_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tunes is not None and (isinstance(self.max_tunes, bool) or self.max_tunes < 1):
+            raise InvalidRequestError(
+                f"ConfigSelectorChain: max_background_tunes={self.max_tunes!r} must be 1 or more, or None for no limit"
+            )
+        if isinstance(self.duty_cycle, bool) or not 0 < self.duty_cycle <= 1:
+            raise InvalidRequestError(
+                f"ConfigSelectorChain: background_duty_cycle={self.duty_cycle!r} must be above 0, and 1 at most"
+            )
+        if self.idle_s is not None and (isinstance(self.idle_s, bool) or not self.idle_s > 0):
+            raise InvalidRequestError(
+                f"ConfigSelectorChain: background_idle_s={self.idle_s!r} must be seconds above zero, or None"
+            )
+
+
+class _Held(Protocol):
+    """What may be held back: a tune."""
+
+    background: bool
+
+
+class BackgroundPace:
+    """Holds the background tunes of one selector to its limits. `calls` counts what has been selected so far."""
+
+    def __init__(self, limits: BackgroundLimits, calls: Callable[[], int]) -> None:
+        self._limits = limits
+        self._calls = calls
+        self._calls_when_idle = -1
+        self._running = 0
+        self._changed = anyio.Event()
+
+    def notify(self) -> None:
+        """Have tunes that are held back look again: one has ended, or somebody waits for one."""
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    def may_hold(self, tune: _Held) -> bool:
+        """Tell whether a tune may have to wait before it begins."""
+        return tune.background and self._limits != BackgroundLimits()
+
+    @asynccontextmanager
+    async def place(self, tune: _Held) -> AsyncIterator[None]:
+        """Wait until a tune may begin, and count it while the block runs."""
+        max_tunes = self._limits.max_tunes
+        while tune.background and max_tunes is not None and self._running >= max_tunes:
+            await self._changed.wait()
+        counts = tune.background
+        self._running += counts
+        try:
+            await self._until_idle(tune)
+            yield
+        finally:
+            self._running -= counts
+            self.notify()
+
+    async def rest(self, tune: _Held, worked_s: float) -> None:
+        """Pause after a step that took so long, and until nothing else goes on."""
+        if not tune.background:
+            return
+        duty = self._limits.duty_cycle
+        if duty < 1:
+            with anyio.move_on_after(worked_s * (1 - duty) / duty):
+                await self._until_waited_for(tune)
+        await self._until_idle(tune)
+
+    async def _until_idle(self, tune: _Held) -> None:
+        """Return once nothing was selected for a while. It is not waited for again until something is."""
+        if self._limits.idle_s is None:
+            return
+        while tune.background and self._calls() != self._calls_when_idle:
+            seen = self._calls()
+            with anyio.move_on_after(self._limits.idle_s) as nobody_came:
+                await self._until_waited_for(tune)
+            if nobody_came.cancelled_caught and self._calls() == seen:
+                self._calls_when_idle = seen
+
+    async def _until_waited_for(self, tune: _Held) -> Any:
+        while tune.background:
+            await self._changed.wait()

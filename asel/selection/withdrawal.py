@@ -1,0 +1,164 @@
+"""The withdrawal of a winner that failed in a real call, from memory and store, and the configs to run instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asel.events import WinnerFailed
+from asel.events.dispatcher import Dispatcher
+from asel.kernels.candidates import same_config
+from asel.kernels.kernel import Cfg
+from asel.kernels.key_memo import Resolved
+from asel.kernels.keys import CacheKey
+from asel.selection.cache import ConfigCache
+from asel.selection.cache_entries import Done, Hit, Match, Provenance
+from asel.selection.results import Selection, Tier
+from asel.selection.store_access import StoreAccess
+from asel.stores.config_store import StoreQuery
+from asel.tuning.outcomes import Skipped, TuneReport, text_of
+
+__all__ = ["Fault", "Withdrawal", "barred", "fallbacks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault(Generic[Cfg]):
+    """A config that failed in a real call, with the evidence."""
+
+    query: StoreQuery[Cfg]
+    cfg: Cfg
+    error: Exception
+    tier: Tier
+    instead: Cfg | None
+    """What has worked with the same arguments; None: the next best is to be believed."""
+    start: float
+    evidence: str
+    retry_after_s: float
+
+
+def fallbacks(
+    selection: Selection[Cfg], resolved: Resolved[Any], cache: ConfigCache[Cfg], *, allow_heuristics: bool
+) -> list[Cfg]:
+    """Return what can be run in the place of a winner, best first: the others of its tune, then the heuristic."""
+    failed = (selection.cfg, *cache.quarantine.configs(selection.key))
+    found = [] if selection.report is None else selection.report.runners_up(failed)
+    guess = resolved.heuristic
+    if allow_heuristics and guess is not None and not any(same_config(guess, cfg) for cfg in (*failed, *found)):
+        found.append(guess)
+    return found
+
+
+def barred(key: CacheKey, candidates: Sequence[Cfg], cache: ConfigCache[Cfg]) -> dict[int, Skipped[Cfg]]:
+    """Return the candidates that a tune need not try, as outcomes by index: they failed in real calls."""
+    failed = cache.quarantine.configs(key)
+    return {
+        index: Skipped(cfg, "it failed in a real call")
+        for index, cfg in enumerate(candidates if failed else ())
+        if any(same_config(cfg, other) for other in failed)
+    }
+
+
+class Withdrawal(Generic[Cfg]):
+    """Withdraws configs for one selector."""
+
+    def __init__(self, cache: ConfigCache[Cfg], store: StoreAccess[Cfg] | None, events: Dispatcher) -> None:
+        self._cache = cache
+        self._store = store
+        self._events = events
+
+    async def withdraw(self, fault: Fault[Cfg], tasks: TaskGroup | None) -> bool:
+        """Remove a config from memory and store, with an event; False if neither answers with it (any more).
+
+        Memory and the event come first, in one step: of all who saw it fail one gets past it. The store's part
+        belongs to the chain's `tasks`, if it is open, and is done also for a caller who does not wait.
+        """
+        key, checksum = fault.query.key, fault.query.checksum
+        held, successor = self._cache.withdraw(
+            key, checksum, fault.cfg, partial(self._successor, fault), fault.retry_after_s
+        )
+        if held:
+            self._try_again_later(fault, tasks)
+            self._emit(fault, None if successor is None else successor.cfg)
+            await self._from_store(fault, None if successor is None else successor.provenance.report, tasks)
+            return True
+        if self._cache.quarantine.has(key, fault.cfg) or isinstance(self._cache.peek(key, checksum), Hit):
+            return False
+        # Memory has no answer, having made room for others: then it was the store's.
+        if not await self._from_store(fault, None, tasks):
+            return False
+        if not self._cache.quarantine.bar(key, fault.cfg, fault.retry_after_s):
+            return False
+        self._emit(fault, None)
+        return True
+
+    def _try_again_later(self, fault: Fault[Cfg], tasks: TaskGroup | None) -> None:
+        """Have the key tuned again once its config may run again: the failure may have been the machine's.
+
+        Only in an open chain; without one, nothing tunes in the background.
+        """
+        if tasks is not None:
+            key = fault.query.key
+            tasks.start_soon(self._try_again, key, self._cache.quarantine.seconds(key, fault.cfg))
+
+    async def _try_again(self, key: CacheKey, after_s: float) -> None:
+        await anyio.sleep(after_s)
+        self._cache.try_again(key)
+
+    def _successor(self, fault: Fault[Cfg], done: Done[Cfg]) -> Done[Cfg] | None:
+        """Return the answer that comes after one that failed; None if no tune measured others.
+
+        What has worked does not count then: most likely it is the heuristic's, and would hide the tune to come.
+        """
+        report, instead = done.provenance.report, fault.instead
+        if report is None:
+            return None
+        if instead is None:
+            failed = (fault.cfg, *self._cache.quarantine.configs(fault.query.key))
+            instead = next(iter(report.runners_up(failed)), None)
+        if instead is None:
+            return None
+        corrected = report.without(fault.cfg, instead, fault.error)
+        return Done(instead, Match(), Provenance(done.provenance.source, corrected, done.provenance.foreign))
+
+    async def _from_store(self, fault: Fault[Cfg], instead: TuneReport[Cfg] | None, tasks: TaskGroup | None) -> bool:
+        """Tell whether the store answered with the config, having withdrawn it there."""
+        store = self._store
+        if store is None:
+            return False
+        instead = instead if store.for_tunes is not None else None  # what takes its place is a tune's result, too
+        found, over = False, anyio.Event()
+
+        async def work() -> None:
+            nonlocal found
+            try:
+                found = await store.resilient.withdraw(fault.query, fault.cfg, instead)
+            finally:
+                over.set()
+
+        if tasks is None:
+            await work()
+        else:
+            tasks.start_soon(work, name=f"asel withdrawal of {fault.query.key.op_id}")
+            await over.wait()
+        return found
+
+    def _emit(self, fault: Fault[Cfg], instead: Cfg | None) -> None:
+        self._events(
+            WinnerFailed(
+                key=fault.query.key,
+                start=fault.start,
+                end=self._events.now(),
+                cfg=fault.cfg,
+                tier=fault.tier,
+                instead=instead,
+                error_type=type(fault.error).__name__,
+                message=text_of(fault.error),
+                evidence=fault.evidence,
+                retry_after_s=self._cache.quarantine.seconds(fault.query.key, fault.cfg),
+            )
+        )

@@ -1,0 +1,1 @@
+"""Runs kernels with chosen configs, tunes before traffic, serves code without `await`."""

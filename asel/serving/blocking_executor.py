@@ -1,0 +1,172 @@
+"""`BlockingExecutor`: choose, then run, for code without `await`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+from asel.errors import InvalidRequestError
+from asel.kernels.candidates import same_config
+from asel.kernels.kernel import Cfg, Invocation, Kernel, Out
+from asel.kernels.key_memo import Resolved
+from asel.selection.policy import AutotunePolicy
+from asel.serving.blocking import BlockingSelector
+from asel.serving.call_keywords import invocation_of, taken_from
+from asel.serving.compiled_call import jitted_call
+from asel.serving.executor import Executor
+from asel.serving.preparation import own_prepare
+from asel.serving.runs import QUICK_S, Ran, Runs, timed
+from asel.serving.winner_faults import WinnerFaults
+from asel.tuning.outcomes import TuneReport
+from asel.tuning.runnable import Programs, Runnable, after_run
+
+__all__ = ["BlockingExecutor"]
+
+T = TypeVar("T")
+
+
+class BlockingExecutor(Generic[Cfg, Out]):
+    """Runs kernels with the configs that a `BlockingSelector` chooses: an `Executor` without `await`.
+
+    A kernel runs in its caller's thread, under its settings. While JAX traces it becomes part of that trace, which
+    waits for the kernel's tune. It recovers from winners that fail as an `Executor` does.
+    """
+
+    def __init__(self, selector: BlockingSelector[Cfg, Out], *, jit: bool = True) -> None:
+        if not isinstance(selector, BlockingSelector):
+            raise InvalidRequestError(f"BlockingExecutor: a {type(selector).__name__} is not a BlockingSelector")
+        self.selector = selector
+        self._here = _Here(selector, jit=jit)
+        self.nowait = _Nowait(selector, jit=jit).nowait
+
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        """Return what `kernel` computes, with `cfg` or else with the config the selector chooses.
+
+        Raises:
+            NoConfigError: every tier declined; and what else `choose` raises.
+            Exception: what the kernel raises.
+        """
+        try:
+            return self._here.nowait(kernel, *args, cfg=cfg, **kwargs)
+        finally:
+            self._here.begin_tunes()
+
+    def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
+        """Return the config that a call would run with, and run nothing."""
+        return self.selector.choose(_prepared_call(kernel, args, kwargs, cfg), kernel)
+
+    def compile(
+        self, kernel: Kernel[Cfg, Out], *example_args: Any, cfg: Cfg | None = None, **example_kwargs: Any
+    ) -> Callable[..., Out]:
+        """Return a plain jitted function that runs `kernel` with the config of this example call.
+
+        `Executor.compile` says the rest.
+        """
+        inv = _prepared_call(kernel, example_args, dict(example_kwargs), cfg)
+        taken_from(example_kwargs)
+        chosen, platform = self.selector.choose(inv, kernel), self.selector.resolve(inv, kernel).platform
+        fn = jitted_call(kernel, inv, platform, chosen, own_prepare(kernel), example_args, example_kwargs)
+        fn.lower(*example_args, **example_kwargs).compile()  # a call of `fn` finds this program in JAX's cache
+        return cast(Callable[..., Out], fn)
+
+
+def _prepared_call(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Invocation[Any, Any]:
+    call_keywords = taken_from(kwargs)
+    if (prepare := own_prepare(kernel)) is not None:
+        args, kwargs = prepare(*args, **kwargs)
+    return invocation_of(kernel, tuple(args), kwargs, cfg, call_keywords)
+
+
+class _Nowait(Executor[Cfg, Out]):
+    """An executor whose `nowait` opens the selector, if it is not open yet."""
+
+    def __init__(self, blocking: BlockingSelector[Cfg, Out], *, jit: bool) -> None:
+        super().__init__(blocking.chain, jit=jit)
+        self._blocking = blocking
+
+    def _choose_here(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
+        return self._blocking.choose_nowait(inv, kernel)
+
+
+class _Here(_Nowait[Cfg, Out]):
+    """An executor whose `nowait` waits for a config and recovers from a failing winner, in the caller's thread."""
+
+    def __init__(self, blocking: BlockingSelector[Cfg, Out], *, jit: bool) -> None:
+        super().__init__(blocking, jit=jit)
+        runs = _RunsHere(blocking.chain.keep_programs() if jit else Programs(), jit=jit)
+        self._faults_here = WinnerFaults(_WithdrawsByPortal(blocking), runs)
+        self._put_off = _PutOff()
+
+    def _choose_here(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
+        later: list[Callable[[], None]] = []
+        after_run.set(later)
+        try:
+            return self._blocking.choose(inv, kernel)
+        finally:
+            after_run.set(None)
+            self._put_off.tunes += later
+
+    def begin_tunes(self) -> None:
+        """Begin the background tunes of calls of this thread that have run, or failed, and so leave the cores free."""
+        if tunes := self._put_off.tunes:
+            self._put_off.tunes = []
+            for begin_tune in tunes:
+                self._blocking.run_soon(begin_tune)
+
+    def _recover_here(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], cfg: Cfg, error: Exception) -> Out:
+        known = self.selector.resolve(inv, kernel)
+        selection = self._blocking.select(inv, kernel)
+        if selection.tier in ("override", "overlay", "heuristics") or not same_config(selection.cfg, cfg):
+            raise error
+        return cast(Out, _result(self._faults_here.fall_back(inv, kernel, known, selection, error)))
+
+
+class _PutOff(threading.local):
+    """The background tunes that are to begin once the call of this thread has run."""
+
+    def __init__(self) -> None:
+        self.tunes: list[Callable[[], None]] = []
+
+
+class _RunsHere(Runs):
+    """Runs kernels in the caller's thread, however long they take."""
+
+    async def run_one(self, runnable: Runnable, token: Any, known: Resolved[Any], args: Any, kwargs: Any) -> Ran:
+        is_first = runnable.is_quick(token) is None
+        ran = timed(partial(runnable.first_run if is_first else runnable, args, kwargs), wait=is_first)
+        if ran.error is None:
+            runnable.note_run(token, ran.seconds < QUICK_S)
+        return ran
+
+
+class _WithdrawsByPortal:
+    """The chain as `WinnerFaults` uses it; withdrawals are made in the selector's thread."""
+
+    def __init__(self, blocking: BlockingSelector[Any, Any]) -> None:
+        self._blocking = blocking
+        self.cache = blocking.cache
+
+    @property
+    def policy(self) -> AutotunePolicy:
+        return self._blocking.policy
+
+    @property
+    def changes_together(self) -> bool:
+        return self._blocking.chain.changes_together
+
+    async def find_report(self, inv: Any, kernel: Any, cfg: Any) -> TuneReport[Any] | None:
+        return self._blocking.find_report(inv, kernel, cfg)
+
+    async def withdraw(self, inv: Any, kernel: Any, cfg: Any, error: Exception, **facts: Any) -> bool:
+        return self._blocking.withdraw(inv, kernel, cfg, error, **facts)
+
+
+def _result(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    raise AssertionError("it waited")

@@ -1,0 +1,128 @@
+"""An event loop in its own thread, with a context manager open in it, for code that has no loop."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
+
+from asel.errors import InvalidRequestError, SelectorClosedError
+from asel.runtime.loop import LoopHandle
+
+__all__ = ["LoopThread"]
+
+T = TypeVar("T")
+_AT_EXIT_S = 10.0
+"""How long the end of the program waits for a loop that was not stopped; closing a selector takes less."""
+
+
+class LoopThread:
+    """Runs an event loop in a daemon thread, inside the block that `held` opens, until it is stopped.
+
+    If it is not stopped, the end of the program stops it, after Python has waited for all non-daemon threads. `hurry`
+    is called before, if Ctrl-C ended the program.
+
+    Raises:
+        BaseException: `held` raised it while opening.
+    """
+
+    def __init__(self, held: AbstractAsyncContextManager[Any], backend: str, hurry: Callable[[], object]) -> None:
+        self._held = held
+        self.hurry = hurry
+        self._pid = os.getpid()
+        self._opened: Future[BlockingPortal] = Future()
+        self._ended: Future[None] = Future()
+        self._loop: LoopHandle | None = None
+        self._thread = threading.Thread(target=self._run, args=(backend,), name="asel loop", daemon=True)
+        self._thread.start()
+        try:
+            self._portal = self._opened.result()
+        except KeyboardInterrupt:
+            self._opened.add_done_callback(lambda _: self.stop())
+            raise
+        _running.add(self)
+
+    def _run(self, backend: str) -> None:
+        try:
+            anyio.run(self._serve, backend=backend)
+        except BaseException as error:
+            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]  # what was raised in the portal's task group
+            if not self._opened.done():
+                self._opened.set_exception(error)
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = LoopHandle(), anyio.Event()
+        async with BlockingPortal() as portal, self._held:
+            self._opened.set_result(portal)
+            await self._stop.wait()
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run a coroutine function in the loop and return its result. Ctrl-C in the caller cancels the call.
+
+        Raises:
+            InvalidRequestError: this is the loop's own thread, or another process.
+            SelectorClosedError: the loop was stopped.
+        """
+        if os.getpid() != self._pid:
+            raise InvalidRequestError("this selector was opened before a fork; open one in each process")
+        if threading.current_thread() is self._thread:
+            raise InvalidRequestError("asked on the selector's own event loop, which cannot wait; use choose_nowait")
+        try:
+            future = self._portal.start_task_soon(function, *args)
+        except RuntimeError:
+            raise SelectorClosedError("the selector is closed") from None
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def run_soon(self, work: Callable[[], object]) -> None:
+        """Run `work` in the loop before what is called there later, unless the loop has ended; waits for nothing."""
+        if (loop := self._loop) is not None:
+            loop.post(work)
+
+    def stop(self) -> None:
+        """Tell the loop to close what it holds, and to end. Waits for nothing: the garbage collector may call it."""
+        if (loop := self._loop) is not None:
+            loop.post(self._stop.set)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the loop has ended.
+
+        Raises:
+            BaseException: `held` raised it while closing.
+        """
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._ended.result(timeout_s)
+
+
+_running: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    running = list(_running)
+    was_interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt  # nothing caught it
+    for loop in running:
+        if was_interrupted:
+            loop.hurry()
+        loop.stop()
+    for loop in running:
+        try:
+            loop.join(_AT_EXIT_S)
+        except Exception:  # the selector has reported it to its sinks, and the program is ending
+            continue

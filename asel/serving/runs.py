@@ -1,0 +1,117 @@
+"""Runs a kernel with one config: in a thread while it may compile, on the loop once it is known to be quick."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+from anyio.lowlevel import RunVar
+
+from asel.errors import UnstableKeyError
+from asel.kernels.binding import bind
+from asel.kernels.kernel_numbers import is_known_by_itself
+from asel.kernels.key_memo import Resolved
+from asel.kernels.signature import signature
+from asel.runtime.jax_settings import current_settings, with_settings
+from asel.runtime.threads import run_in_thread
+from asel.tuning.runnable import Programs, Runnable
+
+__all__ = ["QUICK_S", "Ran", "Runs", "in_a_thread", "program_signature", "timed"]
+
+QUICK_S = 1e-3
+"""Seconds. After a run that took less, the next one happens in the caller's own thread."""
+_MAX_THREADS = 40
+_threads: RunVar[anyio.CapacityLimiter] = RunVar("asel_executor_threads")
+
+
+class Ran(NamedTuple):
+    """The end of a run: its result or its error, and its duration."""
+
+    out: Any
+    error: Exception | None
+    seconds: float
+
+
+class Runs:
+    """Runs calls with configs, and keeps the runnables: with `jit`, the compiled programs of a chain."""
+
+    def __init__(self, programs: Programs, *, jit: bool) -> None:
+        self._programs = programs
+        self._jits = jit
+
+    async def run(self, inv: Any, kernel: Any, known: Resolved[Any], cfg: Any) -> Ran:
+        if known.traced:
+            return timed(partial(bind(kernel, inv, known.platform, cfg), *inv.args, **inv.kwargs))
+        token = program_signature(inv, kernel)
+        return await self.run_one(self.runnable(inv, kernel, known, cfg), token, known, inv.args, inv.kwargs)
+
+    async def run_one(self, runnable: Runnable, token: Any, known: Resolved[Any], args: Any, kwargs: Any) -> Ran:
+        if is_quick := runnable.is_quick(token):
+            ran = timed(partial(runnable, args, kwargs))
+        else:
+            is_first = is_quick is None
+            run = partial(runnable.first_run if is_first else runnable, args, kwargs)
+            ran = await in_a_thread(f"running {known.key.op_id}", partial(timed, run, wait=is_first))
+        if ran.error is None:
+            runnable.note_run(token, ran.seconds < QUICK_S)
+        return ran
+
+    def runnable(self, inv: Any, kernel: Any, known: Resolved[Any], cfg: Any) -> Runnable:
+        """Return the runnable of this call with `cfg`: one kept from an earlier call or a tune, or else a new one."""
+        key: Any = known
+        if getattr(kernel, "key_builder", None) is not None:
+            # Its key may stand for calls that compile apart.
+            if (token := program_signature(inv, kernel)) is None:
+                return Runnable(cfg, bind(kernel, inv, known.platform, cfg))
+            key = (known, token)
+        runnable = self._programs.get(key, cfg)
+        if runnable is not None and runnable.serves(kernel):
+            return runnable
+        fn = bind(kernel, inv, known.platform, cfg, weakly=is_known_by_itself(kernel))
+        if runnable is not None:
+            runnable = runnable.serving(kernel, fn)
+        else:
+            runnable = Runnable.of(cfg, fn, inv.args, inv.kwargs) if self._jits else Runnable(cfg, fn)
+            runnable.go_with(kernel)
+        self._programs.put(key, runnable)  # before it has run, so that callers of the same moment share it
+        return runnable
+
+    def compiled(self, known: Resolved[Any], cfg: Any) -> Runnable | None:
+        """Return the runnable that has run a signature with `cfg`, if it is still kept."""
+        return self._programs.get(known, cfg)
+
+
+def program_signature(inv: Any, kernel: Any) -> tuple[Any, ...] | None:
+    """Return a tuple that differs for calls that JAX compiles apart; None if an argument has no stable identity."""
+    try:
+        return signature(inv, kernel, for_program=True)
+    except (UnstableKeyError, RecursionError):
+        return None
+
+
+def timed(run: Callable[[], Any], *, wait: bool = False) -> Ran:
+    """Run, and take the time until it returns; with `wait`, block until the result is computed."""
+    start = time.perf_counter()
+    try:
+        out = run()
+        seconds = time.perf_counter() - start
+        if wait and (jax := sys.modules.get("jax")) is not None:
+            jax.block_until_ready(out)
+    except Exception as error:
+        return Ran(None, error, time.perf_counter() - start)
+    return Ran(out, None, seconds)
+
+
+async def in_a_thread(what: str, work: Callable[[], Any]) -> Any:
+    """Run `work` in a thread with the caller's JAX settings, and return its result."""
+    try:
+        limiter = _threads.get()
+    except LookupError:
+        _threads.set(limiter := anyio.CapacityLimiter(_MAX_THREADS))
+    here = partial(with_settings, current_settings(), work)
+    async with limiter:
+        return await run_in_thread(what, here)

@@ -1,0 +1,1 @@
+"""Records in Redis: the store that a fleet shares."""

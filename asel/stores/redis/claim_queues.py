@@ -1,0 +1,65 @@
+"""Queues of callers in one process that wait for the same claim; the first in each asks Redis for all of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import TypeAlias
+
+import anyio
+
+from asel.errors import StoreError
+from asel.stores.records import Record
+
+__all__ = ["Place", "Queues"]
+
+# By claim, in order of arrival.
+Queues: TypeAlias = "dict[Hashable, OrderedDict[Place, None]]"
+
+
+class Place:
+    """A caller's place in a queue."""
+
+    def __init__(self, queues: Queues, what: Hashable) -> None:
+        self._queues = queues
+        self._what = what
+        self._news = anyio.Event()
+        self._failure: StoreError | None = None
+        self.record: Record | None = None
+        """The record that the first in the queue found, which ends the wait."""
+
+    async def reach_front(self) -> bool:
+        """Wait to be first in the queue; return False if a caller ahead found a record.
+
+        Raises:
+            StoreError: a request of a caller ahead failed.
+        """
+        waiting = self._queues.setdefault(self._what, OrderedDict())
+        waiting[self] = None
+        if next(iter(waiting)) is not self and not self._news.is_set():
+            await self._news.wait()
+        if self._failure is not None:
+            raise StoreError(str(self._failure), location=self._failure.location)
+        return self.record is None
+
+    def share(self, record: Record) -> None:
+        """Hand a record to every caller in the queue."""
+        for place in self._queues.get(self._what, {}):
+            place.record = record
+            place._news.set()
+
+    def fail(self, error: StoreError) -> None:
+        """Fail every caller in the queue: otherwise each would wait for the same timeout in turn."""
+        for place in self._queues.get(self._what, {}):
+            place._failure = error
+            place._news.set()
+
+    def leave(self) -> None:
+        waiting = self._queues.get(self._what)
+        if waiting is None or self not in waiting:
+            return
+        del waiting[self]
+        if waiting:
+            next(iter(waiting))._news.set()
+        else:
+            del self._queues[self._what]

@@ -1,0 +1,1 @@
+"""Compiles, measures and ranks candidates; knows neither cache nor store."""

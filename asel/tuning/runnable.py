@@ -1,0 +1,211 @@
+"""A kernel and its config as a function of a call's arrays: what a tune measures, and what an executor runs."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from asel.kernels.arguments import is_numeric
+from asel.kernels.binding import WeakMethod
+from asel.kernels.candidates import same_config
+from asel.kernels.kernel import FunctionKernel
+from asel.kernels.kernel_numbers import is_known_by_itself
+from asel.runtime.bounded_memo import BoundedMemo
+
+__all__ = ["CallFunction", "Programs", "Runnable", "after_run", "is_jitted"]
+
+_MAX_CONFIGS = 4
+# Placements of one call's arrays: on the default device or committed to it, each of them.
+_MAX_SIGNATURES = 64
+
+after_run: ContextVar[list[Callable[[], None]] | None] = ContextVar("asel_after_run", default=None)
+"""Where an executor collects the background tunes that are to begin once its call has run."""
+
+
+class CallFunction:
+    """A function of the array leaves of a call. All other leaves are constants; none of the call's arrays is kept."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        import jax
+
+        leaves, structure = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
+        is_dynamic = [is_array(leaf) for leaf in leaves]
+        constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
+
+        def forward(*arrays: Any) -> Any:
+            given = iter(arrays)
+            merged = [next(given) if dyn else leaf for leaf, dyn in zip(constants, is_dynamic, strict=True)]
+            call_args, call_kwargs = jax.tree_util.tree_unflatten(structure, merged)
+            return fn(*call_args, **call_kwargs)
+
+        self.forward = forward
+        self._is_dynamic = is_dynamic
+        self._leaves_of = jax.tree_util.tree_leaves
+        # Whether the arrays are the positional arguments, as they come.
+        self.takes_args = sum(is_dynamic) == len(args) and all(is_array(arg) for arg in args)
+
+    def arrays(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the array leaves of a call of the same structure."""
+        if self.takes_args:
+            return args
+        leaves = self._leaves_of((tuple(args), dict(kwargs)))
+        return [leaf for leaf, dynamic in zip(leaves, self._is_dynamic, strict=True) if dynamic]
+
+
+class Runnable:
+    """What runs one config for one signature: a jitted function of its arrays, or the kernel as it is."""
+
+    __slots__ = (
+        "_bound_to",
+        "_is_quick",
+        "_owner",
+        "_was_traced",
+        "as_is",
+        "cfg",
+        "direct",
+        "function",
+        "jitted",
+    )
+
+    def __init__(
+        self, cfg: Any, as_is: Callable[..., Any], function: CallFunction | None = None, jitted: Any = None
+    ) -> None:
+        self.cfg = cfg
+        self.as_is = as_is
+        self.function = function
+        self.jitted = jitted
+        self._is_quick: dict[Any, bool] = {}
+        # The jitted function, if it takes a call's positional arguments as they come, and so needs nobody in between.
+        self.direct = jitted if function is not None and function.takes_args else None
+        self._was_traced = False
+        self._owner: weakref.ref[Any] | None = None
+        self._bound_to: Any = None
+
+    def go_with(self, kernel: Any) -> None:
+        """Belong to the kernel that `as_is` runs.
+
+        If no other kernel can use the compiled program, it is released with this kernel.
+        """
+        if is_known_by_itself(kernel):
+            self._owner = weakref.ref(kernel, self._give_up)
+        elif not is_jitted(self.as_is):
+            self._bound_to = kernel
+
+    def _give_up(self, _: object = None) -> None:
+        self.direct = self.jitted = self.function = None
+
+    def serves(self, kernel: Any) -> bool:
+        """Tell whether it may run for `kernel`, which has the same class and state as the one it was made for.
+
+        Equal kernels share compiled programs. What runs as it is may have changed since, and may change itself.
+        """
+        return self.jitted is not None or self._bound_to is None or self._bound_to is kernel
+
+    def serving(self, kernel: Any, as_is: Callable[..., Any]) -> Runnable:
+        """Return the same for another kernel, which runs as it is, too."""
+        other = Runnable(self.cfg, as_is)
+        other._is_quick = dict(self._is_quick)
+        other.go_with(kernel)
+        return other
+
+    @classmethod
+    def of(cls, cfg: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runnable:
+        """Return what runs `fn` in the form the tuner measures: jitted, unless it is so already."""
+        if is_jitted(fn):
+            return cls(cfg, fn)
+        import jax
+
+        function = CallFunction(fn, args, kwargs)
+        return cls(cfg, fn, function, jax.jit(function.forward))
+
+    def is_quick(self, token: Any) -> bool | None:
+        """Tell whether the last run of a signature, one with `for_program`, came back at once; None before the first.
+
+        Calls that this serves alike may still be compiled one by one: arrays that are committed to their device, say.
+        """
+        return self._is_quick.get(token)
+
+    def note_run(self, token: Any, is_quick: bool) -> None:
+        if len(self._is_quick) >= _MAX_SIGNATURES:
+            self._is_quick.clear()
+        self._is_quick[token] = is_quick
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if (direct := self.direct) is not None:
+            return direct(*args)
+        jitted, function = self.jitted, self.function  # which another thread may take away
+        if jitted is None or function is None:
+            return self.as_is(*args, **kwargs)
+        return jitted(*function.arrays(args, kwargs))
+
+    def first_run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run for the first time. What cannot be traced runs as it is, from here on if that works."""
+        if self._is_traceable(args, kwargs):
+            return self(args, kwargs)
+        out = self.as_is(*args, **kwargs)
+        self._give_up()
+        return out
+
+    def _is_traceable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        jitted, function = self.jitted, self.function
+        if jitted is None or function is None:
+            return False
+        if not self._was_traced:
+            try:
+                jitted.trace(*function.arrays(args, kwargs))
+            except Exception:  # whatever it is: if the call is at fault, the kernel raises it by itself
+                return False
+            self._was_traced = True
+        return True
+
+
+class Programs:
+    """The runnables of a chain's calls, for its executors; a few configs for each of a bounded number of signatures.
+
+    `known` is a call's `Resolved`, with its signature where the kernel has keys of its own.
+    """
+
+    def __init__(self, max_signatures: int = 8192) -> None:
+        self._by_signature: BoundedMemo[tuple[Runnable, ...]] = BoundedMemo(max_signatures)
+
+    def get(self, known: Any, cfg: Any) -> Runnable | None:
+        for runnable in self._by_signature.get(known) or ():
+            if same_config(runnable.cfg, cfg):
+                return runnable
+        return None
+
+    def put(self, known: Any, runnable: Runnable) -> None:
+        others = [one for one in self._by_signature.get(known) or () if not same_config(one.cfg, runnable.cfg)]
+        self._by_signature.put(known, (runnable, *others[: _MAX_CONFIGS - 1]))
+
+    def add(self, known: Any, kernel: Any, runnable: Runnable) -> None:
+        """Keep what a tune has compiled, unless the config runs already."""
+        if self.get(known, runnable.cfg) is None:
+            runnable.go_with(kernel)
+            self.put(known, runnable)
+
+
+def is_array(leaf: Any) -> bool:
+    """Tell whether a leaf is a parameter of the compiled function; everything else is a constant of it.
+
+    NumPy's scalars are parameters, as they are to `jax.jit`.
+    """
+    import jax
+
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or is_numeric(leaf)
+
+
+def is_jitted(fn: Any) -> bool:
+    """Tell whether a function is jitted already: itself, what a partial binds, or what a function kernel runs."""
+    while True:
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+        elif isinstance(fn, WeakMethod):
+            fn = fn.method
+        elif isinstance(owner := getattr(fn, "__self__", None), FunctionKernel) and fn.__func__ is FunctionKernel.run:
+            fn = owner.fn
+        else:
+            return callable(getattr(fn, "lower", None))

@@ -1,0 +1,1 @@
+"""Pages about the records of a cache, for people."""

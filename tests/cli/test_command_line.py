@@ -1,0 +1,168 @@
+"""The command as a whole: help, errors, exit codes, start-up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from support.command_line import asel, fill
+from support.tunable import KERNELS
+
+from asel.cli.app import app
+from asel.kernels import devices
+
+
+def commands(group, path=("asel",)):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_in_its_help(name):
+    """A reader learns a command from a line that can be pasted."""
+    assert f"[cyan]{name}" in COMMANDS[name].epilog
+    shown = asel(*name.split()[1:], "--help")
+    assert shown.code == 0
+    assert f"{name} " in shown.out.partition("Examples")[2].replace("\n", " ")
+
+
+def test_help_of_the_whole_names_every_command():
+    """`asel --help` and `asel -h` list what there is; `asel` alone does, too."""
+    for arguments in (["--help"], ["-h"], []):
+        shown = asel(*arguments).out
+        assert all(name.split()[1] in shown for name in COMMANDS)
+
+
+def test_version_names_asel_jax_and_the_device():
+    """What a bug report needs first."""
+    lines = asel("--version").out.splitlines()
+    assert [line.split()[0] for line in lines] == ["asel", "jax", "device"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["cache", "ls", "--store", "/no/such/place"], "check the path"),
+        (["cache", "ls", "--store", "nobody"], "asel cache stats"),
+        (["cache", "ls", "--store", "http://example"], "redis://"),
+        (["cache", "ls", "--colour"], "No such option: --colour. `asel cache ls --help` shows what it takes"),
+        (["cache", "import", "/no/such/file.json"], "does not exist"),
+        (["cache", "prune"], "say what to delete"),
+        (["cache", "shwo"], "No such command 'shwo'. Did you mean 'show'? `asel cache --help` shows what it takes"),
+        (["cache", "show"], "Missing argument 'KEY'. `asel cache show --help` shows"),
+        (["demo", "--otlp", "nonsense"], "http://"),
+        (["cache", "ls", "--store", f"{'x' * 300}/y"], "xxx/y: File name too long"),
+        (["demo", "--folder", "/dev/null/demo"], "/dev/null/demo: Not a directory; check the path"),
+    ],
+)
+def test_wrong_use_is_one_sentence_with_the_fix(arguments, fix, tmp_path, monkeypatch):
+    """Never a traceback; the exit code is 2."""
+    monkeypatch.setenv("ASEL_CACHE_DIR", str(tmp_path))
+    ran = asel(*arguments)
+    assert ran.code == 2
+    assert fix in ran.err
+    assert len(ran.err.splitlines()) == 1
+    assert ran.out == ""
+
+
+def test_a_machine_without_a_device_is_told_what_to_do(tmp_path, monkeypatch):
+    """Where JAX does not start, each command that measures says so in one sentence, and leaves nothing behind."""
+
+    def fails(device=None):
+        raise AssertionError
+
+    monkeypatch.setattr(devices, "device_fingerprint", fails)
+    kernel = tmp_path / "tune_example.py"
+    kernel.write_text(KERNELS)
+    folder = tmp_path / "demo"
+    for command in (
+        ["demo", "--folder", folder],
+        ["tune", f"{kernel}:square", "--shapes", "x=f32[8]", "--store", tmp_path / "new"],
+        ["cache", "verify", "--store", fill(tmp_path / "cache")],
+    ):
+        ran = asel(*command)
+        assert (ran.code, len(ran.err.splitlines())) == (2, 1)
+        assert "no device to tune on: AssertionError. Install" in ran.err
+        assert "JAX_PLATFORMS=cpu" in ran.err
+    assert not folder.exists()
+    sys.modules.pop("tune_example")
+
+
+def test_debug_raises_the_error_itself():
+    """`--debug` may stand anywhere, and shows where an error came from."""
+    with pytest.raises(ValueError, match="check the path"):
+        asel("cache", "ls", "--store", "/no/such/place", "--debug")
+
+
+def test_an_error_never_shows_a_password():
+    """A URL is named without its secret."""
+    ran = asel("cache", "ls", "--store", "redis://user:hunter2@127.0.0.1:1?timeout_s=0.1")
+    assert ran.code == 2
+    assert "cannot be reached" in ran.err
+    assert "hunter2" not in ran.err
+
+
+def test_bash_completes_commands_and_options(monkeypatch):
+    """The script that `--show-completion` prints, in a real bash: `asel cache sh<TAB>` becomes `show`."""
+    monkeypatch.setenv("_ASEL_COMPLETE", "source_bash")
+    script = asel().out
+    assert "complete" in script
+    monkeypatch.delenv("_ASEL_COMPLETE")
+    program = script + '\nCOMP_WORDS=(asel cache sh); COMP_CWORD=2; _asel_completion asel; echo "${COMPREPLY[@]}"'
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert ran.stdout.split() == ["show"], ran.stderr
+
+
+def test_completion_knows_options(monkeypatch):
+    """`asel tune --st<TAB>` has both that begin so; what shells ask for is the same for all of them."""
+    monkeypatch.setenv("_ASEL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "asel tune --st")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert asel().out.split() == ["--store", "--strategy"]
+
+
+def test_the_reader_of_a_pipe_may_stop_reading(tmp_path):
+    """`asel cache ls | head -1` ends quietly."""
+    store = fill(tmp_path / "cache")
+    command = f"{sys.executable} -m asel cache ls --store {store} | true"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert ran.stderr == ""
+
+
+def test_a_candidate_that_still_runs_does_not_abort_the_command():
+    """JAX aborts an interpreter that ends around a running program; the exit code is the command's own."""
+    script = (
+        "import sys, anyio, jax, jax.numpy as jnp\n"
+        "from asel.cli import main\nfrom asel.runtime.threads import leave_to_thread\n"
+        "x = jnp.ones((512, 512))\n"
+        "run = jax.jit(lambda x: jax.lax.fori_loop(0, 100_000, lambda i, a: a @ x, x)).lower(x).compile()\n"
+        "async def tune():\n    leave_to_thread('a candidate', lambda: run(x).block_until_ready())\n"
+        "anyio.run(tune)\n"
+        "sys.argv = ['asel', 'cache', 'prune']\nmain()"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("asel: say what to delete")
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_help_imports_neither_jax_nor_the_sdk():
+    """`python -m asel` and its help start at once."""
+    script = (
+        "import sys\nfrom asel.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'jax', 'jaxlib', 'opentelemetry.sdk', 'matplotlib'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    environment = {**os.environ, "COLUMNS": "80"}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert ran.returncode == 0, ran.stderr

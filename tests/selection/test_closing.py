@@ -1,0 +1,172 @@
+"""Opened in one task, closed in another: what notebooks and servers do."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from support.kernels import BEST, TUNE_S, Bench, call
+from support.traces import TOY
+
+from asel import SelectorClosedError
+
+pytestmark = pytest.mark.anyio
+
+
+async def in_another_task(step):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(step)
+
+
+async def test_a_chain_may_be_opened_and_closed_in_different_tasks():
+    """As in two cells of a notebook; and so on, as often as one likes."""
+    bench = Bench()
+    for _ in range(2):
+        await in_another_task(bench.chain.aopen)
+        assert await bench.chain.choose(call(), TOY) == BEST
+        await in_another_task(bench.chain.aclose)
+        with pytest.raises(SelectorClosedError):
+            await bench.chain.choose(call(), TOY)
+    assert bench.tunes == 1
+    assert bench.sink.names.count("closed") == 2
+
+
+async def test_another_task_may_close_a_chain_whose_block_is_still_open():
+    """Its callers are told at once, and the end of the block has nothing left to do."""
+    bench = Bench()
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+        tasks.start_soon(chain.aclose)
+        with pytest.raises(SelectorClosedError):
+            await chain.choose(call(), TOY)
+    assert bench.sink.names.count("closed") == 1
+    assert bench.cache.pending() == []
+
+
+async def test_a_tune_cannot_close_its_own_chain():
+    """Closing waits for the tune, which would wait for the closing."""
+
+    class ClosesItsChain:
+        async def autotune(self, make_fn, args, kwargs, candidates):
+            await bench.chain.aclose()
+
+    bench = Bench(tuner=ClosesItsChain())
+    async with bench.chain as chain:
+        selection = await chain.select(call(), TOY)
+    assert selection.tier == "heuristics"
+    assert "aclose: asked by a tune of this chain" in selection.declined["autotune"]
+
+
+async def test_closing_waits_for_the_task_that_is_closing():
+    """Once any of them returns, the chain is closed. Closing a closed chain, or one never opened, does nothing."""
+    bench, ended = Bench(close_grace_s=1.0), []
+    await bench.chain.aclose()
+    await bench.chain.aopen()
+
+    async def close():
+        await bench.chain.aclose()
+        ended.append(bench.sink.names.count("closed"))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(close)
+    await bench.chain.aclose()
+    assert ended == [1, 1, 1]
+
+
+async def test_what_a_chain_opens_is_closed_by_the_task_that_opened_it():
+    """A store or tuner may hold a task group of its own, which no other task may leave."""
+    steps = []
+
+    class Grouped:
+        @asynccontextmanager
+        async def _open(self):
+            async with anyio.create_task_group():
+                steps.append("open")
+                yield
+                steps.append("close")
+
+        async def __aenter__(self):
+            self._context = self._open()
+            await self._context.__aenter__()
+
+        async def __aexit__(self, *error):
+            await self._context.__aexit__(*error)
+
+        async def load(self, key, checksum):
+            return None
+
+        async def save(self, report, *, replace):
+            raise OSError("full")
+
+    bench = Bench(persistent=Grouped())
+    await in_another_task(bench.chain.aopen)
+    await in_another_task(bench.chain.aclose)
+    assert steps == ["open", "close"]
+
+
+async def test_a_chain_that_cannot_be_opened_says_why_and_may_be_opened_later():
+    """What its store raises is raised; nothing is left open."""
+
+    class Refusing:
+        refuses = True
+
+        async def __aenter__(self):
+            if self.refuses:
+                raise OSError("no such place")
+
+        async def __aexit__(self, *error):
+            pass
+
+        async def get(self, device, op_id, call_key):
+            return None
+
+        async def put(self, device, op_id, call_key, cfg):
+            pass
+
+    store = Refusing()
+    bench = Bench(persistent=store)
+    with pytest.raises(OSError, match="no such place"):
+        await bench.chain.aopen()
+    store.refuses = False
+    async with bench.chain as chain:
+        assert await chain.choose(call(), TOY) == BEST
+
+
+async def test_a_cancelled_closer_has_closed():
+    """Closing is bounded and goes through; who is cancelled meanwhile hears of it afterwards."""
+    bench = Bench()
+    await bench.chain.aopen()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.sleep, TUNE_S / 2)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await bench.chain.aclose()
+    assert bench.sink.names.count("closed") == 1
+
+
+async def test_a_chain_may_be_closed_while_it_is_being_opened_and_opened_while_it_is_being_closed():
+    """Opening it raises that it was closed; one that is opened again opens after the close, and works."""
+    bench, told = Bench(), []
+
+    async def begin(step, begun):
+        begun.set()
+        try:
+            await step()
+        except SelectorClosedError as error:
+            told.append(str(error))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(begin, bench.chain.aopen, begun := anyio.Event())
+        await begun.wait()
+        await bench.chain.aclose()
+    assert told == ["the selector was closed while it was being opened"]
+    await bench.chain.aopen()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(begin, bench.chain.aclose, begun := anyio.Event())
+        await begun.wait()
+        closed_before = bench.sink.names.count("closed")
+        await bench.chain.aopen()
+        assert bench.sink.names.count("closed") == closed_before + 1
+    assert await bench.chain.choose(call(), TOY) == BEST
+    await bench.chain.aclose()

@@ -1,0 +1,412 @@
+"""Chains that meet more than one event loop: at once, one after the other, or one that died."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from contextlib import suppress
+
+import anyio
+import pytest
+from support.kernels import BEST, COSTS, GUESS, Bench, Toy, call
+
+from asel import InvalidRequestError, Tuner
+from asel.testing import ScriptedMeasure
+
+QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
+
+
+def in_a_thread(backend, main):
+    """Run `main` in an event loop of its own; what it raised is in the list."""
+    raised = []
+
+    def run():
+        try:
+            anyio.run(main, backend=backend)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+def held(measuring, may_end):
+    """Return a bench whose measure says that it has begun, and goes on when it is told."""
+    bench = Bench(costs=QUICK)
+    compile_one = bench.measure.compile
+
+    async def compile_when_told(trial):
+        measuring.set()
+        await anyio.to_thread.run_sync(may_end.wait)
+        return await compile_one(trial)
+
+    bench.measure.compile = compile_when_told
+    return bench
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["cold key", "known key"])
+def test_an_open_chain_is_not_awaited_from_a_second_loop(real_backend, is_known):
+    """It is refused at that await, and the first loop's block goes on to its end."""
+    bench = Bench(costs=QUICK)
+    opened, asked = threading.Event(), threading.Event()
+    reached_the_end = []
+
+    async def first():
+        async with bench.chain as chain:
+            if is_known:
+                await chain.choose(call(), Toy())
+            opened.set()
+            await anyio.to_thread.run_sync(asked.wait)
+            reached_the_end.append(await chain.choose(call(), Toy()))
+
+    async def second():
+        with pytest.raises(InvalidRequestError, match=r"choose_nowait.*BlockingSelector"):
+            await bench.chain.select(call(), Toy())
+
+    thread, raised = in_a_thread(real_backend, first)
+    try:
+        assert opened.wait(10)
+        anyio.run(second, backend=real_backend)
+    finally:
+        asked.set()
+        thread.join(10)
+    assert raised == []
+    assert reached_the_end == [BEST]
+
+
+async def first_event(chain):
+    async with chain.events() as stream:
+        await stream.receive()
+
+
+AWAITED = {
+    "settled": lambda chain: chain.settled(),
+    "aclose": lambda chain: chain.aclose(),
+    "explain": lambda chain: chain.explain(call(), Toy()),
+    "retune": lambda chain: chain.retune(call(), Toy()),
+    "withdraw": lambda chain: chain.withdraw(call(), Toy(), BEST, ValueError("no")),
+    "events": first_event,
+}
+
+
+@pytest.mark.parametrize("awaited", AWAITED)
+def test_nothing_of_an_open_chain_is_awaited_from_a_second_loop(real_backend, awaited):
+    """Not while a tune is in flight either, whose end would wake a task of the wrong loop."""
+    measuring, may_end = threading.Event(), threading.Event()
+    bench = held(measuring, may_end)
+    answers = []
+
+    async def first():
+        async with bench.chain as chain:
+            answers.append(await chain.choose(call(), Toy()))
+
+    async def second():
+        with pytest.raises(InvalidRequestError, match=r"choose_nowait.*BlockingSelector"):
+            await AWAITED[awaited](bench.chain)
+
+    thread, raised = in_a_thread(real_backend, first)
+    try:
+        assert measuring.wait(10)
+        anyio.run(second, backend=real_backend)
+    finally:
+        may_end.set()
+        thread.join(10)
+    assert (raised, answers) == ([], [BEST])
+
+
+def test_a_reader_of_events_is_woken_in_its_own_loop(real_backend):
+    """A chain that is not open tells what happens in the loop that asked last."""
+    bench = Bench(costs=QUICK)
+    reading, got = threading.Event(), []
+
+    async def read():
+        async with bench.chain.events() as stream:
+            reading.set()
+            with anyio.fail_after(10):
+                got.append((await stream.receive()).name)
+
+    async def ask():
+        await bench.chain.choose(call(), Toy())
+
+    thread, raised = in_a_thread(real_backend, read)
+    assert reading.wait(10)
+    anyio.run(ask, backend=real_backend)
+    thread.join(10)
+    assert (raised, len(got)) == ([], 1)
+
+
+def test_loops_over_one_unopened_chain_all_get_an_answer(real_backend):
+    """A tune of another loop cannot be waited for, so the heuristic answers until it has ended."""
+    measuring, may_end = threading.Event(), threading.Event()
+    bench = held(measuring, may_end)
+    answers = []
+
+    async def first():
+        answers.append(await bench.chain.choose(call(), Toy()))
+
+    async def other():
+        selection = await bench.chain.select(call(), Toy())
+        assert (selection.cfg, selection.tier) == (GUESS, "heuristics")
+        assert "another event loop" in selection.declined["autotune"]
+
+    thread, raised = in_a_thread(real_backend, first)
+    try:
+        assert measuring.wait(10)
+        anyio.run(other, backend=real_backend)
+    finally:
+        may_end.set()
+        thread.join(10)
+    assert (raised, answers) == ([], [BEST])
+
+
+def test_a_loop_that_died_leaves_the_chain_free_to_be_opened_again():
+    """Nobody can close it where it was opened any more. Its tunes are dropped, and the next loop begins them anew."""
+    costs = {}
+    bench = Bench(costs=lambda cfg: costs.get(cfg, 3600.0))
+    loop = asyncio.new_event_loop()
+
+    async def begin():
+        await bench.chain.__aenter__()
+        bench.chain.choose_nowait(call(), Toy())
+        await anyio.wait_all_tasks_blocked()
+        assert bench.chain.statistics().pending
+
+    loop.run_until_complete(begin())
+    dropped = asyncio.all_tasks(loop)
+    loop.close()
+    costs.update(QUICK)
+
+    async def again():
+        async with bench.chain as chain:
+            for task in dropped:  # as the garbage collector does at some moment
+                task._log_destroy_pending = False
+                with suppress(RuntimeError):  # what is not asel's wants its old loop
+                    task.get_coro().close()
+            return await chain.choose(call(), Toy())
+
+    assert asyncio.run(again()) == BEST
+    assert not bench.chain.statistics().pending
+
+
+def test_what_a_loop_that_died_has_left_can_be_closed_anywhere():
+    """The garbage collector closes a coroutine in whichever context it happens to run."""
+    loop, bench = asyncio.new_event_loop(), Bench(costs=lambda cfg: 3600.0)
+    task = loop.create_task(bench.chain.choose(call(), Toy()))
+    loop.run_until_complete(anyio.wait_all_tasks_blocked())
+    assert bench.chain.statistics().pending
+    loop.close()
+    task._log_destroy_pending = False
+    task.get_coro().close()
+    assert not bench.chain.statistics().pending
+
+
+@pytest.mark.anyio
+async def test_a_tune_that_another_chain_carries_on_is_over_for_the_chain_that_began_it():
+    """Two chains over one cache; neither keeps the tune, and with it the arguments it was begun with."""
+    beginner = Bench()
+    heir = Bench(cache=beginner.cache)
+
+    async with anyio.create_task_group() as tasks:
+        first = anyio.CancelScope()
+
+        async def begins():
+            with first:
+                await beginner.chain.choose(call(), Toy())
+
+        tasks.start_soon(begins)
+        await anyio.wait_all_tasks_blocked()
+
+        async def inherits():
+            assert await heir.chain.choose(call(), Toy()) == BEST
+
+        tasks.start_soon(inherits)
+        await anyio.wait_all_tasks_blocked()
+        first.cancel()
+    assert not beginner.chain.statistics().pending
+    assert not heir.chain.statistics().pending
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("raises", [asyncio.CancelledError, GeneratorExit, BaseException])
+@pytest.mark.parametrize("kind", ["sink", "callback"])
+async def test_a_sink_that_raises_a_base_exception_ends_nothing(kind, raises):
+    """A CancelledError raised by a sink does not cancel the task that emits."""
+    told = []
+
+    def broken(event):
+        told.append(event.name)
+        raise raises
+
+    class Broken:
+        emit = staticmethod(broken)
+
+    bench = Bench(on_event=broken if kind == "callback" else None)
+    if kind == "sink":
+        bench.chain._events.add(Broken())
+    reached_the_end = False
+    async with bench.chain as chain:
+        assert await chain.choose(call(), Toy()) == BEST
+        assert await chain.choose(call(16), Toy()) == BEST
+        reached_the_end = True
+    assert reached_the_end
+    assert "autotune_finish" in told
+
+
+class Odd(BaseException):
+    """What nobody expects."""
+
+
+def in_the_measure(error):
+    class Broken:
+        async def compile(self, trial):
+            raise error
+
+    return {"tuner": Tuner(0, 1, measure=Broken())}
+
+
+def in_a_sample(error):
+    async def sample():
+        raise error
+
+    class Broken:
+        async def compile(self, trial):
+            return sample
+
+    return {"tuner": Tuner(0, 1, measure=Broken())}
+
+
+def in_the_strategy(error):
+    class Broken:
+        def plan(self, board):
+            raise error
+
+    return {"tuner": Tuner(0, 1, measure=ScriptedMeasure(COSTS), strategy=Broken())}
+
+
+def in_the_tuner(error):
+    class Broken:
+        async def autotune(self, *given):
+            raise error
+
+    return {"tuner": Broken()}
+
+
+def in_the_store(error):
+    class Broken:
+        async def get(self, *key):
+            raise error
+
+        async def put(self, *key_and_cfg):
+            raise error
+
+    return {"persistent": Broken()}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "without async with"])
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), Odd("odd")], ids=["CancelledError", "Odd"])
+@pytest.mark.parametrize("where", [in_the_measure, in_a_sample, in_the_strategy, in_the_tuner, in_the_store])
+async def test_what_tuners_and_stores_raise_of_their_own_ends_nothing(where, error, is_open):
+    """As when a task that a client library waits for was cancelled: it has failed, and its caller was not cancelled."""
+    bench = Bench(**where(error))
+
+    async def scene(chain):
+        answers = [await chain.choose(call(size), Toy()) for size in (8, 16)]
+        await chain.settled()
+        return answers
+
+    if is_open:
+        async with bench.chain as chain:
+            answers = await scene(chain)
+    else:
+        answers = await scene(bench.chain)
+    assert answers == [BEST if where is in_the_store else GUESS] * 2
+    told = {event.error_type for name in ("autotune_failed", "store_error") for event in bench.sink.named(name)}
+    assert told <= {type(error).__name__, "RuntimeError"}
+    assert told
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), Odd("odd")], ids=["CancelledError", "Odd"])
+@pytest.mark.parametrize("method", ["heuristic_cfg", "candidate_cfgs", "candidate_priority", "key_builder"])
+async def test_what_a_kernel_raises_of_its_own_is_the_kernels_failure(method, error):
+    """A tier declines for it. A key builder's is the caller's to see, as an error like any other."""
+
+    def broken(*given):
+        raise error
+
+    toy, bench = Toy(), Bench()
+    setattr(toy, method, broken)
+    async with bench.chain as chain:
+        if method == "key_builder":
+            with pytest.raises(RuntimeError, match=type(error).__name__):
+                await chain.choose(call(), toy)
+        else:
+            selection = await chain.select(call(), toy)
+            assert selection.tier == ("autotune" if method == "heuristic_cfg" else "heuristics")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["scope", "deadline", "native"])
+async def test_a_caller_that_is_cancelled_is_cancelled(how, anyio_backend_name):
+    """Whoever did it: a scope around the caller, a deadline, or asyncio itself."""
+    bench = Bench(persistent=Never())
+    outcome = []
+
+    async def ask(scope):
+        with scope:
+            try:
+                await bench.chain.choose(call(), Toy())
+            except anyio.get_cancelled_exc_class():
+                outcome.append("cancelled")
+                raise
+        outcome.append("went on")
+
+    async with bench.chain:
+        if how == "native" and anyio_backend_name == "asyncio":
+            task = asyncio.create_task(ask(anyio.CancelScope()))
+            await anyio.wait_all_tasks_blocked()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert outcome == ["cancelled"]
+            return
+        scope = anyio.CancelScope(deadline=anyio.current_time() + (1 if how == "deadline" else math.inf))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, scope)
+            await anyio.wait_all_tasks_blocked()
+            if how != "deadline":
+                scope.cancel()
+        assert outcome == ["cancelled", "went on"]
+
+
+class Never:
+    """A store that does not answer."""
+
+    async def get(self, *key):
+        await anyio.sleep_forever()
+
+    async def put(self, *key_and_cfg):
+        await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize(("here", "there"), [("asyncio", "trio"), ("trio", "asyncio")])
+def test_choose_nowait_in_another_loop_has_the_chain_tune(here, there):
+    """Whatever library that loop is of: the tune runs in the chain's, and belongs to it."""
+
+    async def main():
+        bench = Bench(costs=QUICK)
+
+        async def ask():
+            assert bench.chain.choose_nowait(call(), Toy()) == GUESS
+
+        async with bench.chain as chain:
+            thread, raised = in_a_thread(there, ask)
+            await anyio.to_thread.run_sync(thread.join)
+            assert raised == []
+            await chain.settled()
+            assert await chain.choose(call(), Toy()) == BEST
+
+    anyio.run(main, backend=here)

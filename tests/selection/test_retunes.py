@@ -1,0 +1,199 @@
+"""Keys that are tuned again, or not: after a failure, a removal, an eviction, on purpose."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from support.kernels import BEST, COSTS, Bench, Blocks, Toy, call
+from support.store_doubles import DictStore
+
+from asel import (
+    ConfigCache,
+    NoConfigError,
+    TuningError,
+    policy_override,
+)
+
+pytestmark = pytest.mark.anyio
+QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
+
+
+async def test_a_failed_tune_waits_before_it_is_tried_again():
+    """After a tune in which all failed the heuristic answers for retry_after_s, then one more tune begins."""
+    bench = Bench(
+        allow={"retry_after_s": 100.0}, script={"run_errors": lambda cfg: ValueError("bad") if bench.broken else None}
+    )
+    bench.broken = True
+    async with bench.chain as chain:
+        first = await chain.select(call(), Toy())
+        assert first.tier == "heuristics"
+        assert "none of the 3 candidates" in first.declined["autotune"]
+        await anyio.sleep(99)
+        again = await chain.select(call(), Toy())
+        assert again.tier == "heuristics"
+        assert "tried again in 1 s" in again.declined["autotune"]
+        assert bench.tunes == 1
+        bench.broken = False
+        await anyio.sleep(2)
+        assert (await chain.select(call(), Toy())).cfg == BEST
+    assert bench.tunes == 2
+
+
+async def test_waiters_of_a_failed_tune_get_an_error_of_their_own_where_heuristics_are_off():
+    """Each waiter raises its own copy; calls during the pause get NoConfigError saying so."""
+    bench = Bench(allow={"allow_heuristics": False}, script={"run_errors": lambda cfg: ValueError("bad")})
+    errors = []
+
+    async def ask(chain):
+        with pytest.raises(TuningError) as caught:
+            await chain.choose(call(), Toy())
+        errors.append(caught.value)
+
+    async with bench.chain as chain:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(ask, chain)
+        with pytest.raises(NoConfigError, match="the last tune failed"):
+            await chain.choose(call(), Toy())
+    assert len({id(error) for error in errors}) == 3
+    for error in errors:
+        assert error.key == bench.sink.events[0].key
+        assert len(error.outcomes) == 3
+        assert [type(e) for e in error.__cause__.__cause__.exceptions] == [ValueError] * 3
+    assert bench.tunes == 1
+
+
+async def test_a_tuner_that_breaks_is_a_failed_tune():
+    """Whatever a tuner raises ends the tune, wakes the waiters and becomes a TuningError."""
+
+    class Broken:
+        async def tune(self, job):
+            raise ZeroDivisionError("oops")
+
+    bench = Bench(tuner=Broken(), allow={"allow_heuristics": False})
+    async with bench.chain as chain:
+        with pytest.raises(TuningError, match="ZeroDivisionError: oops"):
+            await chain.choose(call(), Toy())
+    assert bench.sink.named("autotune_failed")[0].error_type == "ZeroDivisionError"
+    assert bench.cache.pending() == []
+
+
+async def test_a_cleared_key_is_not_tuned_again_unless_asked():
+    """forbid_reautotune: what the user removed stays removed, until `retune` (ejKernel's defect 6 cannot happen)."""
+    bench = Bench()
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        bench.cache.clear()
+        selection = await chain.select(call(), Toy())
+        assert selection.tier == "heuristics"
+        assert "use retune" in selection.declined["autotune"]
+        assert await chain.retune(call(), Toy()) == BEST
+        assert (await chain.select(call(), Toy())).tier == "memory"
+    assert bench.tunes == 2
+
+
+async def test_a_cleared_key_is_tuned_again_where_that_is_allowed():
+    """forbid_reautotune=False: clearing the cache is enough."""
+    bench = Bench(forbid_reautotune=False)
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        bench.cache.clear()
+        assert (await chain.select(call(), Toy())).tier == "autotune"
+
+
+async def test_eviction_does_not_forbid_a_tune():
+    """A key that made room for others is tuned again: nobody removed it on purpose."""
+    bench = Bench(cache=ConfigCache(max_entries=1))
+    async with bench.chain as chain:
+        for size in (8, 16, 8):
+            assert (await chain.select(call(size), Toy())).tier == "autotune"
+    assert bench.tunes == 3
+
+
+async def test_retune_replaces_the_record_and_the_old_answer_serves_meanwhile():
+    """`retune` measures again on purpose; until it is done everyone gets what was known."""
+    store = DictStore()
+    bench = Bench(costs=lambda cfg: bench.costs[cfg.m], persistent=store)
+    bench.costs = {1: 0.3, 2: 0.2, 3: 0.1}
+    async with bench.chain as chain, anyio.create_task_group() as tasks:
+        await chain.choose(call(), Toy())
+        bench.costs = {1: 0.3, 2: 0.1, 3: 0.2}
+        tasks.start_soon(chain.retune, call(), Toy())
+        await anyio.wait_all_tasks_blocked()
+        assert await chain.choose(call(), Toy()) == Blocks(3)
+        assert chain.choose_nowait(call(), Toy()) == Blocks(3)
+        await chain.settled()
+        assert await chain.choose(call(), Toy()) == Blocks(2)
+    assert [stored.cfg for stored in store.records.values()] == [Blocks(2)]
+
+
+async def test_a_failed_retune_loses_nothing():
+    """What was known before a retune that failed is known after it."""
+    bench = Bench(script={"run_errors": lambda cfg: bench.error})
+    bench.error = None
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        bench.error = ValueError("bad")
+        with pytest.raises(TuningError):
+            await chain.retune(call(), Toy())
+        assert await chain.choose(call(), Toy()) == BEST
+
+
+async def test_retune_where_tuning_is_not_allowed_says_so():
+    """`retune` does not go against the policy, the environment or a freeze."""
+    bench = Bench()
+    async with bench.chain as chain:
+        with policy_override(chain, allow_autotune=False), pytest.raises(NoConfigError, match="autotuning is off"):
+            await chain.retune(call(), Toy())
+        chain.freeze()
+        with pytest.raises(NoConfigError, match="frozen"):
+            await chain.retune(call(), Toy())
+
+
+@pytest.mark.parametrize("value", ["off", "OFF", "0", "false", "no"])
+async def test_the_environment_turns_tuning_off_everywhere(monkeypatch, value):
+    """ASEL_AUTOTUNE=off: no chain tunes, whatever its policy says."""
+    monkeypatch.setenv("ASEL_AUTOTUNE", value)
+    bench = Bench()
+    async with bench.chain as chain:
+        selection = await chain.select(call(), Toy())
+        assert selection.tier == "heuristics"
+        assert "ASEL_AUTOTUNE" in selection.declined["autotune"]
+        chain.choose_nowait(call(), Toy())
+        await chain.settled()
+        with pytest.raises(NoConfigError, match="ASEL_AUTOTUNE"):
+            await chain.retune(call(), Toy())
+    assert bench.tunes == 0
+
+
+async def test_a_frozen_chain_tunes_nothing_and_flags_what_came_late():
+    """After `freeze` a new key is answered by heuristics and told as `late_tune`; known keys are as before."""
+    bench = Bench()
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        chain.freeze()
+        assert await chain.choose(call(), Toy()) == BEST
+        selection = await chain.select(call(16), Toy())
+    assert selection.tier == "heuristics"
+    assert [e.key for e in bench.sink.named("late_tune")] == [selection.key]
+
+
+async def test_only_a_call_that_freezing_stopped_is_late():
+    """`late_tune` flags what would have been tuned; a call whose policy forbids tuning would not."""
+    bench = Bench(allow={"allow_autotune": False})
+    async with bench.chain as chain:
+        chain.freeze()
+        await chain.choose(call(), Toy())
+        chain.choose_nowait(call(), Toy())
+    assert bench.sink.named("late_tune") == []
+
+
+async def test_clearing_what_a_user_put_over_a_tune_still_forbids_a_tune():
+    """The key was tuned, and the user removed it: by which road does not matter."""
+    bench = Bench()
+    async with bench.chain as chain:
+        await chain.choose(call(), Toy())
+        bench.cache.put(*bench.cache.keys()[0], Blocks(9))
+        bench.cache.clear()
+        assert (await chain.select(call(), Toy())).tier == "heuristics"
+    assert bench.tunes == 1

@@ -1,0 +1,209 @@
+"""Recorded calls in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import runpy
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.kernels import Toy
+
+from asel import (
+    Invocation,
+    Kernel,
+    UntunedWarning,
+    clear_invocations,
+    device_fingerprint,
+    get_invocations,
+    kernel,
+    load_invocations,
+    record_invocation,
+    save_invocations,
+)
+from asel.kernels.key_memo import KeyMemo
+
+
+class Act(enum.Enum):
+    RELU = 1
+
+
+class State(NamedTuple):
+    left: object
+    right: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    window: int
+    scale: float = 1.0
+
+
+@kernel(op_id="anything", configs=[1, 2], heuristic=1)
+def anything(x, *more, cfg, **named): ...
+
+
+class Sized(Kernel):
+    op_id = "sized"
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def run(self, x, causal=True, *, cfg): ...
+    def heuristic_cfg(self, inv): ...
+
+
+sized = Sized(3)
+X = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+
+
+def record(kernel, *args, times=1, **kwargs):
+    key = KeyMemo().resolve(Invocation(kernel.op_id, args, kwargs), kernel).key
+    for _ in range(times):
+        record_invocation(*key, kernel, args, kwargs)
+    return key
+
+
+def recorded():
+    return get_invocations(device_fingerprint())
+
+
+def test_a_saved_call_comes_back_with_its_key(tmp_path):
+    """Kernel, shapes and static values of every kind: what is loaded is the very call that was recorded."""
+    values = (Act.RELU, jax.nn.relu, float("inf"), b"ab", {1: (2, None)}, jnp.bfloat16, np.dtype("int8"), 1j, "x" * 300)
+    keys = {
+        record(anything, X, times=2, causal=True),
+        record(anything, jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)),
+        record(anything, X, *values, state=State(X, [None]), options=Options(3)),
+        record(anything, X, functools.partial(jax.nn.gelu, approximate=True)),
+        record(anything, {"p": [np.ones(3), jax.random.key(0)]}),
+        record(Toy(), X),
+        record(sized, X, causal=False),
+    }
+    before = recorded()
+    save_invocations(path := tmp_path / "calls.jsonl")
+    clear_invocations()
+    read = load_invocations(path)
+    assert {call.key for call in read.calls} == keys
+    assert {call.seen for call in read.calls} == {2, 1}
+    assert read.skipped == ()
+    loaded = recorded()
+    [(kernel, _, kwargs)] = loaded["sized@v0"].values()
+    assert (kernel, kwargs or True) == (sized, True)
+    for op in before:
+        assert {key: call[0] for key, call in before[op].items() if op != "toy@v1"}.items() <= {
+            key: call[0] for key, call in loaded[op].items()
+        }.items()
+
+
+def test_the_file_is_read_and_written_by_people(tmp_path):
+    """A line says a call as asel's logs do; only what such text cannot say is spelt out."""
+    record(anything, X, times=2, causal=True)
+    record(anything, X, Act.RELU)
+    save_invocations(path := tmp_path / "calls.jsonl")
+    plain, spelt_out = map(json.loads, path.read_text().splitlines())
+    here = f"{__name__}:anything"
+    assert plain == {"kernel": here, "call": "x=bf16[8,128], causal=True", "seen": 2}
+    assert spelt_out["args"] == [{"array": "bf16[8,128]"}, {"import": f"{__name__}:Act.RELU"}]
+
+    clear_invocations()
+    path.write_text(json.dumps({"kernel": here, "call": "f32[4], window=3"}))
+    load_invocations(path)
+    [(_, args, kwargs)] = recorded()["anything@v0"].values()
+    assert (args[0].shape, kwargs) == ((4,), {"window": 3})
+
+
+def test_a_call_that_cannot_be_written_is_named(tmp_path):
+    """With the reason; the others are in the file."""
+    record(anything, X)
+    record(anything, lambda x: x)
+    record(anything, "redis://user:hunter2@host/0")
+    record(Sized(4), X)
+    with jax.default_matmul_precision("highest"):
+        record(anything, X, 1)
+    with pytest.warns(UntunedWarning, match="4 recorded calls were not written to ") as warned:
+        written = save_invocations(tmp_path / "calls.jsonl")
+    assert len(written.calls) == 1
+    said = str(warned[0].message)
+    for reason in (
+        "args[0] is a function, which has neither a value nor an import path",
+        "args[0] is text with a secret in it",
+        "its kernel, a Sized, has no import path; make it a variable of a module",
+        "seen under other JAX settings",
+    ):
+        assert reason in said
+    assert "hunter2" not in said
+
+
+def test_any_text_in_a_call_stays_in_its_line(tmp_path):
+    """JSON leaves line separators as they are, and UTF-8 has no lone surrogates, which some file names come as."""
+    for name in ("a\u2028b", "a\x85b", "\ud800", "plain"):
+        record(anything, {name: 1})
+    saved = save_invocations(tmp_path / "calls.jsonl")
+    read = load_invocations(tmp_path / "calls.jsonl")
+    assert (saved.skipped, read.skipped) == ((), ())
+    assert [call.key for call in read.calls] == [call.key for call in saved.calls]
+    assert len(read.calls) == 4
+
+
+def test_a_bad_line_costs_itself_alone(tmp_path, monkeypatch):
+    """And says what is wrong with it."""
+    here = f"{__name__}:anything"
+    lines = [
+        {"kernel": "no.such.module:f", "call": ""},
+        {"kernel": here, "call": "x=q7[8]"},
+        {"kernel": here},
+        {"kernel": f"{__name__}:X", "call": ""},
+        {"kernel": here, "args": [{"make": "subprocess:Popen", "fields": {"args": "false"}}]},
+        {"kernel": "module_that_exits:f", "call": ""},
+        {"kernel": here, "call": "x=f32[8]", "seen": 3},
+    ]
+    (tmp_path / "module_that_exits.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "calls.jsonl"
+    path.write_text("\n".join(["{half a li", *map(json.dumps, lines)]))
+    with pytest.warns(UntunedWarning, match="7 recorded calls were not read"):
+        read = load_invocations(path)
+    assert [call.seen for call in read.calls] == [3]
+    assert len(recorded()["anything@v0"]) == 1
+    for said, reason in zip(
+        read.skipped,
+        (
+            "line 1: it is not JSON",
+            "line 2: 'no.such.module:f' cannot be imported: No module named 'no'",
+            "line 3: cannot parse the call 'x=q7[8]': at character 3",
+            'line 4: it has no arguments: neither "call" nor "args"',
+            f"line 5: '{__name__}:X' is of type ShapeDtypeStruct and not a kernel",
+            "line 6: 'subprocess:Popen' is not a dataclass or a named tuple, and nothing else is made",
+            "line 7: 'module_that_exits:f' cannot be imported: importing module_that_exits ends the program",
+        ),
+        strict=True,
+    ):
+        assert said.startswith(reason)
+
+
+def test_another_program_reads_what_a_script_has_saved(tmp_path, monkeypatch):
+    """A module that runs as a program is saved under the name that others import it by."""
+    (tmp_path / "mine.py").write_text(
+        "import jax.numpy as jnp\n"
+        "from asel import kernel, record_invocation, save_invocations\n"
+        "@kernel(op_id='mine', configs=[1], heuristic=1)\n"
+        "def mine(x, *, cfg): ...\n"
+        "if __name__ == '__main__':\n"
+        "    record_invocation('dev', 'mine@v0', 'key', mine, (jnp.ones(3),), {})\n"
+        "    save_invocations('calls.jsonl')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    runpy.run_module("mine", run_name="__main__", alter_sys=True)  # as `python -m mine`
+    assert (tmp_path / "calls.jsonl").read_text() == '{"kernel": "mine:mine", "call": "x=f32[3]", "seen": 1}\n'
+    assert len(load_invocations("calls.jsonl").calls) == 1
+    monkeypatch.delitem(sys.modules, "mine")

@@ -1,0 +1,44 @@
+"""Work in a thread that stands still until a test lets it go."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+
+from asel.runtime.threads import run_in_thread
+
+PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+
+
+class Gate:
+    """Work that says it has begun and then stands still until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._open = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def work(self) -> str:
+        self.thread = threading.current_thread()
+        self.entered.set()
+        assert self._open.wait(PATIENCE_S)
+        return "done"
+
+    def open(self) -> None:
+        self._open.set()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._open.set()  # whatever the test found, no thread outlives it
+        if self.thread is not None:
+            self.thread.join(PATIENCE_S)
+
+
+async def leave_behind(gate: Gate, left_behind: list, what: str = "waiting", **options) -> bool:
+    """Cancel a gated step before it can end; tell whether the cancellation came through."""
+    with anyio.move_on_after(0) as scope:
+        await run_in_thread(what, gate.work, left_behind=left_behind, **options)
+    return scope.cancelled_caught
