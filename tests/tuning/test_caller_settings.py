@@ -24,7 +24,9 @@ from asel import (
     Tuner,
     kernel,
 )
+from asel.runtime import threads
 from asel.runtime.jax_settings import current_settings
+from asel.tuning import state
 from asel.tuning.measure import Trial
 from asel.tuning.program import Program
 from asel.tuning.timing import dispatch_overhead_s
@@ -82,8 +84,11 @@ def test_the_callers_settings_hold_in_the_thread(way, entered, read, real_backen
     anyio.run(main, backend=real_backend)
 
 
-def test_settings_that_a_candidate_leaves_behind_do_not_reach_the_next(real_backend):
+def test_settings_that_a_candidate_leaves_behind_do_not_reach_the_next(real_backend, monkeypatch):
     """A mesh set for good in a thread is gone when that thread does its next step, whoever's it is."""
+    # One thread does all steps: none is idle from earlier tests, and none is started to release candidates.
+    monkeypatch.setattr(threads, "_pool", threads._ThreadPool(patience_s=20))
+    monkeypatch.setattr(state, "leave_to_thread", lambda what, work: None)
     seen = []
 
     def fn(cfg):
