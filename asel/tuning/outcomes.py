@@ -24,36 +24,35 @@ _MAX_CONFIG_CHARS = 80
 _MAX_LESSONS = 3
 _MAX_SKIPPED = 50
 Stage = Literal["build", "compile", "check", "measure", "run"]
-"""Where a candidate broke; `run`: it won its tune, and failed in a real call."""
+"""The stage in which a candidate failed. `run`: it won its tune and failed in a real call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured(Generic[Cfg]):
-    """A candidate that ran, and how long it took."""
+    """A candidate that was measured."""
 
     cfg: Cfg
     median_s: float
     samples_s: tuple[float, ...]
     compile_s: float
     how: str = "forward"
-    """What was timed: `forward+backward`, `forward`, or `eager` if it could not be compiled."""
+    """The timing mode: `forward+backward`, `forward`, or `eager` if it could not be compiled."""
     alias_of: Cfg | None = None
-    """The candidate with the same program, whose samples these are."""
+    """The candidate with an equal program, whose samples these are."""
     eliminated: int | None = None
-    """The round after which it was out of the race, 0 for its warm-up; None for a finalist."""
+    """The round after which it dropped out of the race, 0 for its warm-up; None for a finalist."""
     reused: bool = False
-    """Measured by an earlier tune of the same key; the incumbent's new timing puts it in today's terms."""
+    """Whether the timing is that of an earlier tune of the same key, as it was recorded."""
     measure_s: float = 0.0
-    """The seconds it was measured for, with warm-ups, and with all runs of those that are repeated in a sample."""
+    """The seconds that measuring it took, with warm-ups and all repeated runs."""
     ranked_s: float | None = None
-    """The time it was ranked by: the mean of its fastest samples, corrected for rounds in which all were slow."""
-
+    """The time that it was ranked by: the mean of its fastest samples, corrected for slow rounds."""
     predicted_s: float | None = None
-    """The time that earlier tunes of the kernel's other calls predicted, before it was measured."""
+    """The time that was predicted from earlier tunes of the kernel's other calls."""
 
     @property
     def shown_s(self) -> float:
-        """The time that reports print: what it was ranked by, if known, so that times and margins agree."""
+        """The time that reports print: the one it was ranked by, if known, so that times and margins agree."""
         return self.median_s if self.ranked_s is None else self.ranked_s
 
 
@@ -62,14 +61,14 @@ _OUT_OF_MEMORY = ("resource_exhausted", "out of memory", "out_of_memory", "memor
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[Cfg]):
-    """A candidate that failed, and at which stage."""
+    """A candidate that failed, with the stage and the error."""
 
     cfg: Cfg
     stage: Stage
     error_type: str
     message: str
     error: Exception | None = field(default=None, compare=False, repr=False)
-    """What was raised, while the process that saw it lives; never serialised."""
+    """The exception, in the process that caught it; never serialised."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -91,10 +90,10 @@ _KINDS: dict[str, type[Any]] = {"measured": Measured, "failed": Failed, "skipped
 
 @dataclass(frozen=True, slots=True)
 class TuneReport(Generic[Cfg]):
-    """A whole tune: the winner, and what every candidate did.
+    """The result of a tune: the winner, and the outcome of every candidate.
 
-    Outcomes are in the candidates' declared order. `incumbent` is the heuristic's config, where the
-    kernel has one: it keeps the title unless it is beaten by more than `noise`.
+    Outcomes are in the candidates' declared order. `incumbent` is the heuristic's config, if the kernel has one: it
+    wins unless it is slower by more than `noise`.
     """
 
     key: CacheKey
@@ -107,19 +106,19 @@ class TuneReport(Generic[Cfg]):
     objective: Objective = "forward"
     incumbent: Cfg | None = None
     noise: float = 0.0
-    """How far apart two may be and still be a tie, as a fraction."""
+    """The largest difference that still counted as a tie, as a fraction."""
     margin: float = 0.0
-    """By how much of the incumbent's time the winner is faster."""
+    """The share of the incumbent's time that the winner saves."""
     tune_budget_s: float | None = None
     candidate_timeout_s: float | None = None
     learned_from: tuple[str, ...] = ()
-    """The earlier tunes that told what to compile: each one's kernel, version and call."""
+    """The earlier tunes that guided the choice of what to compile: each one's kernel, version and call."""
     prediction_error: float | None = None
-    """By how much those were wrong, as a root mean square of logarithms; beyond 0.3 they were not trusted any more."""
+    """The root mean square error of their predictions, in logarithms; above 0.3 they were not used any more."""
 
     @property
     def call(self) -> str:
-        """The call as people read it: `q=bf16[8,1024,128], causal=True`."""
+        """The readable call: `q=bf16[8,1024,128], causal=True`."""
         return self.key.call
 
     @property
@@ -131,9 +130,9 @@ class TuneReport(Generic[Cfg]):
         return next((o for o in self.outcomes if isinstance(o, Measured) and same_config(o.cfg, cfg)), None)
 
     def runners_up(self, failed: Iterable[Cfg]) -> list[Cfg]:
-        """Return what else was measured, best first, without failed candidates and those that share their program.
+        """Return the other measured configs, best first, without failed ones and those that share their program.
 
-        Who stayed in the race longer was faster then and there; among those that left together, times tell.
+        Configs that stayed in the race longer come first; among those that left in the same round, times decide.
         """
         measured = [o for o in self.outcomes if isinstance(o, Measured)]
         gone = list(failed)
@@ -147,7 +146,7 @@ class TuneReport(Generic[Cfg]):
         return [one.cfg for one in sorted(left, key=rank)]
 
     def without(self, cfg: Cfg, winner: Cfg, error: Exception) -> TuneReport[Cfg]:
-        """Return the report as it reads once `cfg` failed in a real call and `winner` took its place."""
+        """Return the report with `cfg` as failed in a real call, and `winner` in its place."""
         failed: Outcome[Cfg] = Failed(cfg, "run", type(error).__name__, text_of(error))
         outcomes = tuple(failed if same_config(o.cfg, cfg) else o for o in self.outcomes)
         report = replace(self, winner=winner, outcomes=outcomes, margin=0.0)
@@ -155,7 +154,7 @@ class TuneReport(Generic[Cfg]):
 
     @property
     def _shown_margin(self) -> float:
-        """The margin of the times that are printed."""
+        """The margin computed from the printed times."""
         best, incumbent = self.best, None if self.incumbent is None else self._measured(self.incumbent)
         if best is None or incumbent is None or not (best.shown_s and incumbent.shown_s):
             return 0.0
@@ -164,8 +163,8 @@ class TuneReport(Generic[Cfg]):
     def __str__(self) -> str:
         """Return a table of the candidates, fastest first, with a bar for each time.
 
-        Of the configs it shows the fields in which they differ. No line is longer than `MAX_LINE_CHARS`. Many that were
-        skipped are counted by their reasons.
+        Configs are shown without the fields they share. No line is longer than `MAX_LINE_CHARS`. If many candidates
+        were skipped, they are counted by reason.
         """
         skipped = [o for o in self.outcomes if isinstance(o, Skipped)]
         outcomes = self.outcomes
@@ -209,12 +208,12 @@ class TuneReport(Generic[Cfg]):
 
     @classmethod
     def from_json(cls, text: str, load: Callable[[Any], Cfg] | None = None) -> TuneReport[Cfg]:
-        """Return the report `to_json` wrote; `load` turns a JSON value back into a config."""
+        """Return the report that `to_json` wrote; `load` turns a JSON value back into a config."""
         return cls.from_facts(json.loads(text), load)
 
     @classmethod
     def from_facts(cls, given: Mapping[str, Any], load: Callable[[Any], Cfg] | None = None) -> TuneReport[Cfg]:
-        """Return the report that some parsed JSON is."""
+        """Return the report in parsed JSON."""
         read: Callable[[Any], Any] = load or (lambda value: value)
         facts = dict(given)
         device, op_id, name = facts["key"]
@@ -240,14 +239,14 @@ def _program(outcome: Measured[Cfg]) -> Cfg:
 
 
 class _Configs:
-    """The texts of a report's configs, found by what the configs are: they may be neither equal nor hashable."""
+    """A mapping from configs, which need not be hashable, to their texts."""
 
     def __init__(self, texts: tuple[tuple[Any, str], ...]) -> None:
         self._texts = texts
 
     def __getitem__(self, cfg: Any) -> str:
-        known = (text for other, text in self._texts if same_config(other, cfg))
-        return next(known, None) or config_text(cfg, _MAX_CONFIG_CHARS)
+        texts = (text for other, text in self._texts if same_config(other, cfg))
+        return next(texts, None) or config_text(cfg, _MAX_CONFIG_CHARS)
 
 
 def _against(report: TuneReport[Any], shown: _Configs) -> str:
@@ -274,7 +273,7 @@ def _marks(report: TuneReport[Any], outcome: Measured[Any], shown: _Configs) -> 
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's message without secrets, whatever class of a user's it is."""
+    """Return an error's message without secrets, even if its `__str__` raises."""
     try:
         return redact(error)
     except Exception as why:
@@ -282,7 +281,7 @@ def text_of(error: BaseException) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration as a person would write it: three digits, in the unit that needs no exponent."""
+    """Return a duration in three digits and a suitable unit."""
     if round(seconds * 1e9) < 1000:
         return f"{seconds * 1e9:.0f} ns"
     for unit, scale in (("us", 1e6), ("ms", 1e3), ("s", 1.0)):

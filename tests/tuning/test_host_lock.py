@@ -26,7 +26,7 @@ PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; nev
 def _own_directory(monkeypatch, tmp_path):
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(host_lock, "_told", set())
+    monkeypatch.setattr(host_lock, "_warned", set())
 
 
 @pytest.fixture

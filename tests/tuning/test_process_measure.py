@@ -309,7 +309,7 @@ def test_isolation_is_one_of_two():
 )
 def test_a_worker_that_died_or_fell_silent_while_idle_is_replaced(real_backend, strike, monkeypatch):
     """Between two tunes a worker may be killed or stopped; the next tune starts another and nobody pays for it."""
-    monkeypatch.setattr("asel.tuning.process_measure._ANSWERS_S", 0.5)
+    monkeypatch.setattr("asel.tuning.process_measure._ANSWER_TIMEOUT_S", 0.5)
 
     async def main():
         async with Bench(tuner=Tuner(1, 2, isolation="process")).chain as chain:

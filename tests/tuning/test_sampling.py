@@ -284,7 +284,7 @@ class TwoRounds:
 def _slow_is_quick(monkeypatch):
     """Have a series of all, however slow the machine is at the moment."""
     monkeypatch.setattr("asel.tuning.sampling._SERIES_S", 1e6)
-    monkeypatch.setattr("asel.tuning.sampling._SERIES_PART", 1e6)
+    monkeypatch.setattr("asel.tuning.sampling._SERIES_SHARE", 1e6)
 
 
 class Watched(JaxMeasure):

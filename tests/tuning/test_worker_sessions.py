@@ -77,7 +77,7 @@ async def test_a_worker_gets_a_tunes_arguments_once_and_learns_of_its_end():
 
     async def asked(candidate, arguments, worker=worker):
         before = len(worker.sent)
-        await worker.bring(arguments)
+        await worker.ensure_arguments(arguments)
         await worker.ask("lower", candidate, [b"candidate"], arguments.number)
         return [(header[0], payload, *header[3:]) for header, payload in worker.sent[before:]]
 
