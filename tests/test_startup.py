@@ -24,7 +24,7 @@ print(json.dumps([at_import, loaded()]))
 
 
 def test_importing_asel_imports_nothing_slow():
-    """Not even making a selector does: its default telemetry and its tuner import what they need when they need it."""
+    """Even making a selector does not: its default telemetry and its tuner import modules on first use."""
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     at_import, with_a_selector = json.loads(result.stdout)
     assert [name for name in at_import if name.startswith("asel")] == ["asel", "asel.errors", "asel.redaction"]

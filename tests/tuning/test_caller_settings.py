@@ -57,7 +57,7 @@ SETTINGS = [
 @pytest.mark.parametrize(("entered", "read"), SETTINGS)
 @pytest.mark.parametrize("way", ["chain", "measure", "autotune"])
 def test_the_callers_settings_hold_in_the_thread(way, entered, read, real_backend):
-    """JAX keeps its settings per thread: the caller's are in force where a candidate is compiled, whoever asked."""
+    """JAX keeps its settings per thread: the caller's apply in the thread that compiles its candidates."""
     seen = []
 
     def fn(x, cfg=None):
@@ -85,7 +85,7 @@ def test_the_callers_settings_hold_in_the_thread(way, entered, read, real_backen
 
 
 def test_settings_that_a_candidate_leaves_behind_do_not_reach_the_next(real_backend, monkeypatch):
-    """A mesh set for good in a thread is gone when that thread does its next step, whoever's it is."""
+    """A mesh that a candidate sets in a thread is gone in that thread's next step, of this tune or another."""
     # One thread does all steps: none is idle from earlier tests, and none is started to release candidates.
     monkeypatch.setattr(threads, "_pool", threads._ThreadPool(patience_s=20))
     monkeypatch.setattr(state, "leave_to_thread", lambda what, work: None)
@@ -123,7 +123,7 @@ def test_samples_are_taken_with_the_settings_they_were_compiled_with(real_backen
 
 @pytest.mark.parametrize("way", ["forward", "forward+backward", "eager"])
 def test_the_callers_settings_hold_at_every_step(way):
-    """What is lowered, compiled, run and computed for a check is so with the settings of the call, step by step."""
+    """Lowering, compiling, running and checking each use the settings of the call."""
     seen, objective = [], "forward" if way == "eager" else way
 
     def fn(x):
@@ -145,7 +145,7 @@ def test_the_callers_settings_hold_at_every_step(way):
 
 
 def test_a_candidate_is_built_in_a_thread_with_the_callers_settings(real_backend):
-    """`make_fn` is the candidate's own code: it is not run on the event loop, and makes what its caller would."""
+    """`make_fn` is the candidate's own code: it runs off the event loop, with its caller's settings."""
     built = []
 
     def make_fn(cfg):
@@ -161,7 +161,7 @@ def test_a_candidate_is_built_in_a_thread_with_the_callers_settings(real_backend
 
 
 def test_context_variables_follow_the_candidate(real_backend):
-    """A candidate sees the context variables of the caller whose tune it is."""
+    """A candidate sees the context variables of the caller that began the tune."""
     request, seen = ContextVar("request", default="nobody's"), []
 
     def fn(x):
@@ -178,7 +178,7 @@ def test_context_variables_follow_the_candidate(real_backend):
 
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_device", "device_to_host"])
 def test_transfer_guards_hold_in_the_thread(real_backend, direction):
-    """A caller that forbids implicit transfers forbids them to its candidates, whichever way they go."""
+    """A caller that forbids implicit transfers forbids them to its candidates, in every direction."""
     seen = []
 
     def fn(x):
@@ -205,7 +205,7 @@ def guard_of_the_process():
 @pytest.mark.parametrize("guard", [lambda: jax.transfer_guard("disallow"), guard_of_the_process], ids=["own", "global"])
 @pytest.mark.parametrize("given", ["an array", "a NumPy array", "a shape", "a weak shape"])
 def test_a_transfer_guard_fails_no_candidate(guard, given):
-    """What asel itself moves, to time or to check a candidate, is not what the caller has forbidden."""
+    """The guard does not apply to transfers by which asel times or checks a candidate."""
     x = np.ones(64, np.float32)
     ways = {"adds": "forward+backward", "eager": "eager"}
     if given == "an array":
@@ -227,8 +227,8 @@ def test_a_transfer_guard_fails_no_candidate(guard, given):
     assert {outcome.cfg: outcome.how for outcome in report.outcomes} == ways
 
 
-def test_outputs_come_to_the_host_whatever_is_forbidden():
-    """It is asel that wants them there: the guard is on what the kernel does, and off for what is done to check it."""
+def test_transfer_guards_do_not_apply_to_reading_outputs():
+    """The guard applies to the kernel, and not to the transfers of asel's own check."""
     guards = []
 
     class Output:
@@ -248,8 +248,8 @@ def test_outputs_come_to_the_host_whatever_is_forbidden():
     assert guards == [("called", "disallow"), ("moved", "allow")]
 
 
-def test_shapes_become_what_the_kernel_makes_of_them(real_backend):
-    """`example_inputs` stands in for zeros where a kernel's time depends on its values."""
+def test_shapes_become_the_kernels_example_inputs(real_backend):
+    """`example_inputs` replaces zeros for kernels whose time depends on values."""
     seen = []
 
     class Sparse(Kernel):
@@ -275,7 +275,7 @@ def test_shapes_become_what_the_kernel_makes_of_them(real_backend):
 
 
 def test_example_inputs_are_made_with_the_callers_settings(real_backend):
-    """They stand in for the caller's own arrays, so they are as wide as those would be, and made off the loop."""
+    """They replace the caller's arrays, so they have the same precision; and they are made off the loop."""
     made, seen = [], []
 
     class Wide(Kernel):
