@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from asel.kernels.canonical import canonical
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 else:
     np = LazyModule("numpy", globals(), "np")
 
-__all__ = ["children_of", "has_attribute", "is_duck_array", "is_numeric"]
+__all__ = ["children_of", "has_attribute", "is_duck_array", "is_numeric", "split_leaves"]
 
 _ORDERED = (OrderedDict, defaultdict)
 
@@ -51,3 +52,22 @@ def children_of(value: Any) -> tuple[list[tuple[str, Any]], Any] | None:
         aux = ([key for key, _ in items], getattr(value, "default_factory", None))
         return [(f"[{key!r}]", item) for key, item in items], aux
     return flatten_node(value)
+
+
+def split_leaves(tree: Any, is_array: Callable[[Any], bool]) -> tuple[list[Any], list[bool], Callable[..., Any]]:
+    """Return a pytree's arrays, whether each leaf is an array, and a function that rebuilds the tree with other arrays.
+
+    That function keeps the tree's constants, but none of its arrays.
+    """
+    import jax
+
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    is_dynamic = [is_array(leaf) for leaf in leaves]
+    constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
+
+    def rebuild(*arrays: Any) -> Any:
+        given = iter(arrays)
+        merged = [next(given) if dynamic else leaf for leaf, dynamic in zip(constants, is_dynamic, strict=True)]
+        return jax.tree_util.tree_unflatten(structure, merged)
+
+    return [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic], is_dynamic, rebuild

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from asel.kernels.arguments import split_leaves
 from asel.kernels.kernel_methods import variant
 
 __all__ = ["differentiable", "gradient_methods"]
@@ -38,7 +39,7 @@ def differentiable(
     """
     import jax
 
-    arrays, is_dynamic, call_of = _split((args, kwargs))
+    arrays, is_dynamic, call_of = split_leaves((args, kwargs), _is_array)
     if not any(isinstance(array, jax.core.Tracer) for array in arrays):
         return run(*args, cfg=cfg, **kwargs)  # nothing to differentiate, and `run` may not be traceable
 
@@ -110,27 +111,8 @@ def _carried(value: Any) -> Any:
     """
     import jax
 
-    arrays, _, merge = _split(value)
-    return jax.tree_util.Partial(merge, *arrays)  # type: ignore[no-untyped-call]
-
-
-def _split(tree: Any) -> tuple[list[Any], list[bool], Callable[..., Any]]:
-    """Return a tree's arrays, whether each leaf is an array, and the function that puts other arrays in their place.
-
-    That function keeps the tree's constants, but none of its arrays.
-    """
-    import jax
-
-    leaves, structure = jax.tree_util.tree_flatten(tree)
-    is_dynamic = [_is_array(leaf) for leaf in leaves]
-    constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
-
-    def merge(*arrays: Any) -> Any:
-        given = iter(arrays)
-        merged = [next(given) if dynamic else leaf for leaf, dynamic in zip(constants, is_dynamic, strict=True)]
-        return jax.tree_util.tree_unflatten(structure, merged)
-
-    return [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic], is_dynamic, merge
+    arrays, _, rebuild = split_leaves(value, _is_array)
+    return jax.tree_util.Partial(rebuild, *arrays)  # type: ignore[no-untyped-call]
 
 
 def _is_array(leaf: Any) -> bool:

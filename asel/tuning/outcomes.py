@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Generic, Literal
 
 from asel.kernels.candidates import Objective, same_config
-from asel.kernels.config_text import config_text, config_texts, one_line
 from asel.kernels.kernel import Cfg
 from asel.kernels.keys import CacheKey
 from asel.redaction import redact
 
-__all__ = ["MAX_LINE_CHARS", "Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport", "in_words", "text_of"]
+__all__ = [
+    "Failed",
+    "Measured",
+    "Outcome",
+    "Skipped",
+    "Stage",
+    "TuneReport",
+    "in_words",
+    "measurement_of",
+    "shown_margin",
+    "text_of",
+]
 
-MAX_LINE_CHARS = 240
-"""The longest line of a printed report: a call may be that long."""
-_MAX_CONFIG_CHARS = 80
-_MAX_LESSONS = 3
-_MAX_SKIPPED = 50
 Stage = Literal["build", "compile", "check", "measure", "run"]
 """The stage in which a candidate failed. `run`: it won its tune and failed in a real call."""
 
@@ -124,10 +128,7 @@ class TuneReport(Generic[Cfg]):
     @property
     def best(self) -> Measured[Cfg] | None:
         """The winner's own measurement."""
-        return self._measured(self.winner)
-
-    def _measured(self, cfg: Cfg) -> Measured[Cfg] | None:
-        return next((o for o in self.outcomes if isinstance(o, Measured) and same_config(o.cfg, cfg)), None)
+        return measurement_of(self, self.winner)
 
     def runners_up(self, failed: Iterable[Cfg]) -> list[Cfg]:
         """Return the other measured configs, best first, without failed ones and those that share their program.
@@ -150,51 +151,16 @@ class TuneReport(Generic[Cfg]):
         failed: Outcome[Cfg] = Failed(cfg, "run", type(error).__name__, text_of(error))
         outcomes = tuple(failed if same_config(o.cfg, cfg) else o for o in self.outcomes)
         report = replace(self, winner=winner, outcomes=outcomes, margin=0.0)
-        return replace(report, margin=report._shown_margin)
-
-    @property
-    def _shown_margin(self) -> float:
-        """The margin computed from the printed times."""
-        best, incumbent = self.best, None if self.incumbent is None else self._measured(self.incumbent)
-        if best is None or incumbent is None or not (best.shown_s and incumbent.shown_s):
-            return 0.0
-        return 1 - best.shown_s / incumbent.shown_s
+        return replace(report, margin=shown_margin(report))
 
     def __str__(self) -> str:
         """Return a table of the candidates, fastest first, with a bar for each time.
 
-        Configs are shown without the fields they share. No line is longer than `MAX_LINE_CHARS`. If many candidates
-        were skipped, they are counted by reason.
+        Configs are shown without the fields they share.
         """
-        skipped = [o for o in self.outcomes if isinstance(o, Skipped)]
-        outcomes = self.outcomes
-        if len(skipped) > _MAX_SKIPPED:
-            outcomes = tuple(o for o in self.outcomes if not isinstance(o, Skipped))
-        texts, shared = config_texts([o.cfg for o in outcomes], _MAX_CONFIG_CHARS)
-        shown = _Configs(tuple(zip((o.cfg for o in outcomes), texts, strict=True)))
-        width = max(map(len, texts), default=0)
-        measured = [(o, text) for o, text in zip(outcomes, texts, strict=True) if isinstance(o, Measured)]
-        longest = max((o.shown_s for o, _ in measured), default=0.0)
-        op = self.key.op_id or "tune"
-        lines = [f"{op}({self.call})" if self.call else op]
-        lines.append(f"  {shown[self.winner]} wins {_against(self, shown)}, {self.seconds:.2f} s of tuning")
-        if self.learned_from:
-            lines.append(f"  {_lesson(self)}")
-        for timed, text in sorted(measured, key=lambda pair: pair[0].shown_s):
-            bar = "\u2588" * max(1, round(24 * timed.shown_s / longest)) if longest else ""
-            marks = ", ".join(_marks(self, timed, shown))
-            lines.append(f"  {text:<{width}}  {in_words(timed.shown_s):>9}  {bar:<24}  {marks}".rstrip())
-        for outcome, text in zip(outcomes, texts, strict=True):
-            if isinstance(outcome, Failed):
-                message = one_line(outcome.message, MAX_LINE_CHARS)
-                lines.append(f"  {text:<{width}}  {outcome.error_type} in {outcome.stage}: {message}")
-            elif isinstance(outcome, Skipped):
-                lines.append(f"  {text:<{width}}  skipped: {one_line(outcome.reason, MAX_LINE_CHARS)}")
-        if len(skipped) > _MAX_SKIPPED:
-            reasons = Counter(o.reason.partition(": ")[0] for o in skipped).most_common()
-            lines += [f"  {count:,} skipped: {one_line(reason, MAX_LINE_CHARS)}" for reason, count in reasons]
-        lines += [f"  all with {shared}"] if shared else []
-        return "\n".join(line if len(line) <= MAX_LINE_CHARS else f"{line[: MAX_LINE_CHARS - 3]}..." for line in lines)
+        from asel.tuning.report_text import report_text  # here, because it imports this module
+
+        return report_text(self)
 
     def to_json(self, dump: Callable[[Cfg], Any] | None = None) -> str:
         """Return the report as JSON; `dump` turns a config into a JSON value."""
@@ -225,51 +191,20 @@ class TuneReport(Generic[Cfg]):
         return cls(**facts)
 
 
-def _lesson(report: TuneReport[Any]) -> str:
-    count = len(report.learned_from)
-    tunes = "1 earlier tune" if count == 1 else f"{count} earlier tunes"
-    learned = f"learned from {tunes}: {'; '.join(report.learned_from[:_MAX_LESSONS])}{'; ...' * (count > _MAX_LESSONS)}"
-    if report.prediction_error is None:
-        return learned
-    return f"{learned} (off by {report.prediction_error:.0%})"
+def measurement_of(report: TuneReport[Cfg], cfg: Cfg) -> Measured[Cfg] | None:
+    return next((o for o in report.outcomes if isinstance(o, Measured) and same_config(o.cfg, cfg)), None)
+
+
+def shown_margin(report: TuneReport[Any]) -> float:
+    """Return the margin computed from the printed times."""
+    best, incumbent = report.best, None if report.incumbent is None else measurement_of(report, report.incumbent)
+    if best is None or incumbent is None or not (best.shown_s and incumbent.shown_s):
+        return 0.0
+    return 1 - best.shown_s / incumbent.shown_s
 
 
 def _program(outcome: Measured[Cfg]) -> Cfg:
     return outcome.cfg if outcome.alias_of is None else outcome.alias_of
-
-
-class _Configs:
-    """A mapping from configs, which need not be hashable, to their texts."""
-
-    def __init__(self, texts: tuple[tuple[Any, str], ...]) -> None:
-        self._texts = texts
-
-    def __getitem__(self, cfg: Any) -> str:
-        texts = (text for other, text in self._texts if same_config(other, cfg))
-        return next(texts, None) or config_text(cfg, _MAX_CONFIG_CHARS)
-
-
-def _against(report: TuneReport[Any], shown: _Configs) -> str:
-    if report.incumbent is None:
-        return "without an incumbent"
-    if same_config(report.incumbent, report.winner):
-        return f"as the incumbent, ties within {report.noise:.1%}"
-    if report._measured(report.incumbent) is None:
-        return f"over {shown[report.incumbent]}, which was not measured"
-    return f"by {report._shown_margin:.1%} over {shown[report.incumbent]}, noise {report.noise:.1%}"
-
-
-def _marks(report: TuneReport[Any], outcome: Measured[Any], shown: _Configs) -> list[str]:
-    marks = ["winner"] if same_config(outcome.cfg, report.winner) else []
-    marks += ["incumbent"] if report.incumbent is not None and same_config(outcome.cfg, report.incumbent) else []
-    if outcome.eliminated is not None:
-        marks.append(f"out in round {outcome.eliminated}" if outcome.eliminated else "out at its warm-up")
-    marks += [f"same program as {shown[outcome.alias_of]}"] if outcome.alias_of is not None else []
-    marks += ["timed earlier"] if outcome.reused else []
-    marks += [f"expected {in_words(outcome.predicted_s)}"] if outcome.predicted_s is not None else []
-    if report.best is not None and outcome.how != report.best.how:
-        return [*marks, f"timed {outcome.how}, so not ranked"]
-    return marks + ([f"timed {outcome.how}"] if outcome.how != report.objective else [])
 
 
 def text_of(error: BaseException) -> str:

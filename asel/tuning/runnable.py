@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from asel.kernels.arguments import is_numeric
+from asel.kernels.arguments import is_numeric, split_leaves
 from asel.kernels.binding import WeakMethod
 from asel.kernels.candidates import same_config
 from asel.kernels.kernel import FunctionKernel
@@ -31,14 +31,10 @@ class CallFunction:
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         import jax
 
-        leaves, structure = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
-        is_dynamic = [is_array(leaf) for leaf in leaves]
-        constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
+        _, is_dynamic, call_of = split_leaves((tuple(args), dict(kwargs)), is_array)
 
         def forward(*arrays: Any) -> Any:
-            given = iter(arrays)
-            merged = [next(given) if dyn else leaf for leaf, dyn in zip(constants, is_dynamic, strict=True)]
-            call_args, call_kwargs = jax.tree_util.tree_unflatten(structure, merged)
+            call_args, call_kwargs = call_of(*arrays)
             return fn(*call_args, **call_kwargs)
 
         self.forward = forward

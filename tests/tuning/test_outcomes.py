@@ -14,7 +14,8 @@ from asel import Failed, Measured, Skipped, Tuner, TuneReport, TuningError
 from asel.kernels.config_text import MAX_CONFIG_CHARS, config_texts
 from asel.kernels.keys import CacheKey
 from asel.testing import ReplayMeasure
-from asel.tuning.outcomes import MAX_LINE_CHARS, in_words, text_of
+from asel.tuning.outcomes import in_words, text_of
+from asel.tuning.report_text import MAX_LINE_CHARS
 
 REPORT = TuneReport(
     key=CacheKey("dev", "op@v1", "key"),
