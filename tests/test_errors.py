@@ -1,4 +1,4 @@
-"""Errors that can be caught, copied, pickled and read."""
+"""Errors can be caught, copied, pickled and read."""
 
 from __future__ import annotations
 

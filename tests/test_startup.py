@@ -1,4 +1,4 @@
-"""What `import asel` imports, by name: a time would depend on the machine (`benchmarks/startup.py` prints it)."""
+"""The modules that `import asel` imports; a time would depend on the machine (`benchmarks/startup.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-# What nobody pays for who does not use it. Of OpenTelemetry, the API alone is imported.
+# Modules that are imported only when they are used. Of OpenTelemetry, only the API is imported at once.
 SLOW = ("jax", "jaxlib", "numpy", "opentelemetry.sdk", "pydantic", "filelock", "coredis", "rich", "typer", "structlog")
 ROOMS_OF_THEIR_OWN = ("asel.cli", "asel.integrations", "asel.web", "asel.testing")
 

@@ -91,8 +91,8 @@ class Canonicaliser:
                 return form(self, value, path)
         if (named := library_function(value)) is not None:
             return named
-        if is_from_jax(value) and (known := jax_form(self, value, path)) is not None:
-            return known
+        if is_from_jax(value) and (form_of_jax := jax_form(self, value, path)) is not None:
+            return form_of_jax
         if (data := _data_form(value)) is not None:
             return data(self, value, path)
         if (node := flatten_node(value)) is not None:

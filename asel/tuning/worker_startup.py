@@ -62,7 +62,7 @@ def _user_base() -> str | None:
 
 def import_state() -> bytes:
     """Return the import state of this interpreter for `asel.tuning.worker`, in JSON."""
-    import asel.tuning.worker_messages  # noqa: F401 - and everything that a worker imports itself, so that their files are known
+    import asel.tuning.worker_messages  # noqa: F401 - and everything that a worker imports itself, so that their files are sent
 
     customized = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
     return json.dumps([_absolute_path(), _module_files(), customized, _python_path()]).encode()

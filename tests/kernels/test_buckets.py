@@ -1,4 +1,4 @@
-"""Shapes that share an answer: which dimensions are meant, and which sizes are alike."""
+"""Buckets: which dimensions they name, and which sizes share a key."""
 
 from __future__ import annotations
 

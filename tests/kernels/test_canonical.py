@@ -1,4 +1,4 @@
-"""The canonical form: equal exactly when the values are, or refused."""
+"""Canonical forms are equal exactly when the values are; other values are refused."""
 
 from __future__ import annotations
 

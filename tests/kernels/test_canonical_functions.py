@@ -1,4 +1,4 @@
-"""The canonical forms of functions and classes: name, code, and what they captured."""
+"""The canonical forms of functions and classes: name, code and captured values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is worked out once for a signature, how much of it is kept, and what is not worked out at all."""
+"""The memo of keys, candidates and checksums by signature: what it computes, and how much it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one program is spelt like, and what makes another of it."""
+"""Different spellings of one program share a key, and different programs do not."""
 
 from __future__ import annotations
 

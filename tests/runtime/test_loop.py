@@ -1,4 +1,4 @@
-"""A handle on an event loop, by which other threads call back."""
+"""`LoopHandle`: an event loop's clock, and calls into the loop from other threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task group that any task may open and any other close."""
+"""A task group that one task opens and any other may close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads that steps run in: used again, ended, killed, and replaced. Real threads, ordered by gates."""
+"""The thread pool: threads that are reused, ended, killed and replaced. Real threads, ordered by gates."""
 
 from __future__ import annotations
 

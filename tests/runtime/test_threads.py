@@ -1,4 +1,4 @@
-"""Blocking steps in threads of our own. Real threads, ordered by gates."""
+"""Blocking steps in our own threads. Real threads, ordered by gates."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ async def test_a_spent_budget_gives_the_first_candidate_one_run(strategy, warmup
 async def test_making_example_inputs_counts_towards_the_budget(monkeypatch):
     """They are made for this tune alone. One candidate is still tried, however long they took."""
 
-    async def in_no_thread(what, work, **facts):  # for a virtual clock jumps while a thread works
+    async def in_no_thread(what, work, **facts):  # because a virtual clock jumps while a thread works
         await anyio.sleep(5.0)
         return work()
 

@@ -94,7 +94,7 @@ def test_settings_that_a_candidate_leaves_behind_do_not_reach_the_next(real_back
     def fn(cfg):
         def run(x):
             seen.append((cfg, threading.current_thread(), jax.sharding.get_abstract_mesh().axis_names))
-            if cfg == "sets" and float(x[0]):  # which needs its value, so it is run as it is
+            if cfg == "sets" and float(x[0]):  # needs a value, so it cannot be traced
                 jax.set_mesh(MESH)
             return x
 
@@ -211,7 +211,7 @@ def test_a_transfer_guard_fails_no_candidate(guard, given):
     if given == "an array":
         x = jax.device_put(x)
     elif given == "a NumPy array":
-        del ways["adds"]  # which cannot be called with one under this guard, by anyone
+        del ways["adds"]  # this guard forbids every call of it
     else:
         x = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=given == "a weak shape")
 
@@ -220,7 +220,7 @@ def test_a_transfer_guard_fails_no_candidate(guard, given):
             raise TypeError("needs values")
         return x + x if cfg == "adds" else x * x
 
-    dispatch_overhead_s.cache_clear()  # it too is found out under a guard, if this is the first tune
+    dispatch_overhead_s.cache_clear()  # in a first tune it is measured under the guard, too
     with guard():
         check = {"check": lambda expected, actual: True}
         report, _ = chosen_among(ONE_BACKEND, list(ways), run, x, validate_backward=True, **check)

@@ -19,7 +19,7 @@ from asel.testing import RecordingSink
 from asel.tuning.device_lock import DeviceLock, DeviceStuck, alone_on, default_compile_width, device_lock_for
 from asel.tuning.state import TuneState
 
-PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+PATIENCE_S = 10.0  # after this a closed gate fails the test; no passing test waits so long
 
 
 class Stuck:
@@ -204,7 +204,7 @@ def test_waiters_learn_that_the_device_is_stuck(real_backend):
                     await asking.wait()
                 await stuck.leave_behind(left_behind)
             assert sorted(told) == ["first", "second"]
-            assert left_behind[0].alive  # they were told while the thread was still busy
+            assert left_behind[0].alive  # the waiters failed while the thread was still busy
 
     anyio.run(main, backend=real_backend)
 
@@ -287,7 +287,7 @@ async def test_a_device_is_stuck_at_once_after_a_timeout_and_else_when_patience_
 
 
 # ---------------------------------------------------------------------------------------------
-# What a tuner makes of it.
+# In a tuner.
 
 
 class HangingMeasure:
@@ -419,7 +419,7 @@ def test_a_measurement_that_finds_its_device_stuck_says_so(real_backend):
     """`Tuner.measure` raises TuningError whenever there is no measurement, even if it could not try."""
 
     async def main():
-        hangs = HangingMeasure(None, "measure")  # what `Tuner.measure` measures has no config
+        hangs = HangingMeasure(None, "measure")  # `Tuner.measure` has no config
         with hangs.stuck:
             tuner = Tuner(warmup=0, iters=1, measure=hangs)
             with pytest.raises(TuningError, match="its thread is still busy"):

@@ -139,7 +139,7 @@ async def test_a_waiter_cancelled_as_its_turn_comes_passes_it_on(order):
             if order == "cancelled, released":
                 scope.cancel()
         scope.cancel()
-    assert turns[-2:] == ["next", "last"]  # on its way out it may have had the lock for a moment
+    assert turns[-2:] == ["next", "last"]  # it may have had the lock for a moment before it left
 
 
 @pytest.mark.anyio

@@ -21,7 +21,7 @@ async def test_adding_a_candidate_measures_it_and_the_incumbent_and_the_earlier_
     bench.slowness = 1.0
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
-        bench.slowness = 4.0  # a busier day: what was recorded looks fast beside what is measured now
+        bench.slowness = 4.0  # a busier machine: earlier timings look fast
         bench.measure.compiled.clear()
         report = (await chain.select(call(), Wider())).report
     assert [cfg.m for cfg in bench.measure.compiled] == [1, 3, 4]

@@ -19,7 +19,7 @@ from asel.tuning import host_lock
 from asel.tuning.device_lock import alone_on
 from asel.tuning.host_lock import HostLock, host_device, lock_directory
 
-PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+PATIENCE_S = 10.0  # after this a closed gate fails the test; no passing test waits so long
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_samples_of_two_processes_never_overlap_and_a_killed_holder_frees_the_de
         assert [user.says() for user in users] == ["tuned", "tuned"]
         noted = runs(log)
         assert all(earlier.end_ns <= later.start_ns for earlier, later in pairwise(noted))
-        # Nobody had to wait for the other's whole tune.
+        # Neither waited for the other's whole tune.
         assert sum(earlier.user != later.user for earlier, later in pairwise(noted)) >= 10
 
         holder = users[0]
@@ -91,7 +91,7 @@ def test_a_waiting_process_goes_before_one_that_just_had_the_device(real_backend
             async with anyio.create_task_group() as tasks:
                 async with busy.held([]):
                     tasks.start_soon(wait)
-                    await anyio.wait_all_tasks_blocked()  # its first look at the lock was in vain
+                    await anyio.wait_all_tasks_blocked()  # its first attempt failed
                     while waiting._files is None or busy._files[0].take():  # until it is in the queue
                         busy._files[0].give_back()
                         await anyio.lowlevel.checkpoint()
@@ -127,7 +127,7 @@ def test_a_thread_left_behind_keeps_the_device_unless_it_timed_out(real_backend)
         back.set()
         with anyio.fail_after(PATIENCE_S):
             await is_back.wait()
-            while not await is_free():  # the lock is told of it in the same round of the loop
+            while not await is_free():  # the lock is released in the same round of the loop
                 pass
 
     anyio.run(main, backend=real_backend)
@@ -154,7 +154,7 @@ def test_a_holder_that_keeps_the_lock_is_waited_for_once(patience_ends, caplog, 
 
 def test_tuning_goes_on_without_a_lock(tmp_path, monkeypatch, caplog):
     """If other users may write to the directory there is no lock: that is logged once, and tuning goes on."""
-    tmp_path.chmod(0o777)  # so it is not taken for a private one
+    tmp_path.chmod(0o777)  # so that it does not count as private
     monkeypatch.setattr(host_lock.tempfile, "gettempdir", lambda: str(tmp_path))
     planted = tmp_path / f"asel-{os.geteuid()}"
     planted.symlink_to(tmp_path)

@@ -175,7 +175,7 @@ def test_a_candidate_that_hangs_un_jitted_does_not_affect_compiled_ones(real_bac
 
     def run(x, *, cfg):
         if isinstance(cfg, str):
-            np.asarray(x)  # which no tracer can be made
+            np.asarray(x)  # impossible for a tracer
             assert cfg != "hangs" or release.wait(4)
             return x
         return x + cfg
@@ -266,7 +266,7 @@ def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend, che
     donating = jax.jit(lambda x: x * 2, donate_argnums=0)
 
     def run(x, *, cfg):
-        if cfg == "eager" and float(x[0]) < 0:  # asks for a value, so it cannot be traced
+        if cfg == "eager" and float(x[0]) < 0:  # needs a value, so it cannot be traced
             return x
         return donating(x)
 

@@ -153,7 +153,7 @@ def test_the_lines_of_a_report_show_the_fields_that_differ(make):
     text = str(replace(REPORT, key=key, winner=two, incumbent=one, outcomes=outcomes, margin=0.2))
     lines = text.splitlines()
     assert max(map(len, lines)) <= MAX_LINE_CHARS
-    assert len(lines) == 8, "the call, the headline, a line for each candidate, what they share"
+    assert len(lines) == 8, "the call, the headline, a line for each candidate, the shared fields"
     assert lines[0] == "op@v1(x=f32[8,128])"
     assert "wins by 20.0% over" in lines[1]
     shown = [line for line in lines[1:-1] if "field_4" in line.split("skipped")[0]]

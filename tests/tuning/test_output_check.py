@@ -40,7 +40,7 @@ def message(report, index=1):
     return outcome.message
 
 
-# What counts as different.
+# Which outputs are different.
 
 
 def test_a_wrong_integer_cannot_win(real_backend):
@@ -152,7 +152,7 @@ class Fresh:
 
 def test_addresses_in_static_parts_of_an_output_do_not_count():
     """The address in a default `repr` is not a difference of structure."""
-    kept = []  # so that no two have one address
+    kept = []  # so that all have different addresses
 
     def run(x, *, cfg):
         kept.append(Fresh())
@@ -189,7 +189,7 @@ def test_an_un_jitted_candidate_has_the_dtypes_that_jax_would_give():
     assert [type(outcome) for outcome in report.outcomes] == [Measured] * 3
 
 
-# On which inputs.
+# The inputs of a check.
 
 
 def test_a_call_with_only_shapes_is_checked_on_random_inputs(real_backend):

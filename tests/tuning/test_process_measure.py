@@ -385,7 +385,7 @@ def test_each_event_loop_has_workers_of_its_own(monkeypatch):
     assert len(set(ended)) == 2
 
 
-@pytest.mark.parametrize("real_backend", ["trio"])  # seconds of real spinning, and nothing of it the backend's
+@pytest.mark.parametrize("real_backend", ["trio"])  # seconds of real spinning, which do not depend on the backend
 def test_waiting_for_another_tunes_worker_is_free(real_backend, monkeypatch):
     """Two tunes share a worker: while a candidate of one spins, those of the other wait without timing out."""
     monkeypatch.setattr("asel.tuning.process_measure._MAX_WORKERS", 1)

@@ -75,7 +75,7 @@ def test_an_interrupted_batch_does_not_count():
     runs = iter([4e-4, 4e-4, 5e-4, 30e-3, 4e-4])
     timing, batches = timed_by_script(lambda: next(runs))
     assert timing.sample() == timing.sample() == timing.sample() == 4e-4
-    assert batches == [1] * 5  # a cold one that is thrown away by the race, one, and three of which the first is cold
+    assert batches == [1] * 5  # a cold run, one batch, and three batches of which the first is cold
     runs = iter([1e-3, 1e-3, 1.1e-3, 30e-3])
     timing, batches = timed_by_script(lambda: next(runs))
     assert [timing.sample() for _ in range(3)] == [1e-3, 1e-3, 1.1e-3]
@@ -87,7 +87,7 @@ def test_a_run_that_was_slow_once_is_sampled_like_the_others():
     runs = iter([1e-3, 1e-3, 9e-3, 4e-3, 7e-3, 1e-3])
     timing, batches = timed_by_script(lambda: next(runs))
     assert [timing.sample() for _ in range(4)] == [1e-3, 1e-3, 4e-3, 1e-3]
-    assert batches == [1] * 6  # one cold, one, and then two each
+    assert batches == [1] * 6  # a cold run, one batch, and then two each
 
 
 def test_all_candidates_of_a_tune_take_the_best_of_equally_many_batches():

@@ -20,7 +20,7 @@ from asel.tuning.race import Race
 from asel.tuning.scoreboard import Scoreboard
 from asel.tuning.strategies import Exhaustive, Sample, compile_all
 
-PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+PATIENCE_S = 10.0  # after this a closed gate fails the test; no passing test waits so long
 
 
 class OnABench(ScriptedMeasure):
@@ -70,7 +70,7 @@ def samples_of(report) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is taken in one go.
+# Which samples are a series.
 
 
 @pytest.mark.anyio
@@ -124,7 +124,7 @@ async def test_a_slow_candidate_is_sampled_alone_and_the_others_around_it_togeth
 
 
 # ---------------------------------------------------------------------------------------------
-# What goes wrong in it.
+# Failures in a series.
 
 
 class Breaks:
@@ -247,7 +247,7 @@ async def test_a_tune_cancelled_in_a_series_can_be_resumed():
     with anyio.move_on_after(1.0):
         await Tuner(measure=measure).tune(state)
     assert state.report is None
-    assert {len(state.board.samples[index]) for index in state.board.alive} == {2}, "what was cut short does not count"
+    assert {len(state.board.samples[index]) for index in state.board.alive} == {2}, "incomplete series do not count"
     report = await Tuner(measure=measure).tune(state)
     assert sum(isinstance(one, Measured) for one in report.outcomes) == 6
 
@@ -267,7 +267,7 @@ class Kernel:
             self.runs[cfg] += 1
             if cfg == "bad" and self.runs[cfg] > 4:
                 self._trouble()
-            return float(x[0])  # which cannot be traced, so it is run as it is
+            return float(x[0])  # needs a value, so it cannot be traced
 
         return fn
 

@@ -38,7 +38,7 @@ def state():
 
 FLAGS = ["isolated", "ignore_environment", "safe_path", "utf8_mode", "optimize", "dont_write_bytecode", "dev_mode"]
 
-def scaled(factor):  # is called in the worker, since it can be imported there
+def scaled(factor):  # importable, so it is called in the worker
     print("worker:", json.dumps(state()), file=sys.stderr, flush=True)
     print("read:", repr(sys.stdin.read()), repr(os.read(0, 1)), file=sys.stderr, flush=True)
     return lambda x: x * factor
@@ -91,12 +91,12 @@ class Ground:
         """Return the facts that the program and its worker report about themselves."""
         told = self.output(*arguments, cwd=cwd, python=python)
         assert told["winner:"] == "3"
-        assert told["read:"] == "'' b''"  # a worker's requests come by a pipe of their own
+        assert told["read:"] == "'' b''"  # requests come through another pipe
         parent, worker = json.loads(told["parent:"]), json.loads(told["worker:"])
         assert parent["pid"] != worker["pid"]
         assert worker["asel"] == parent["asel"] == str(ROOT / "asel" / "__init__.py")
         assert worker["safe_children"] == "1"
-        assert worker["argv"] == [str(ROOT / "asel" / "tuning" / "worker.py")]  # which everybody can see
+        assert worker["argv"] == [str(ROOT / "asel" / "tuning" / "worker.py")]  # visible to every user
         return parent, worker
 
     def output(self, *arguments: str | Path, cwd: Path | None = None, python: str = sys.executable) -> dict[str, str]:
