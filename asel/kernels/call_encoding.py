@@ -14,7 +14,7 @@ from asel.kernels.canonical import Canon, Canonicaliser, canonical
 from asel.kernels.canonical_arrays import dtype_name
 from asel.kernels.canonical_jax import aval_form, dims, sharding_form
 
-__all__ = ["Encoder", "at_upper_bounds", "device_and_traced"]
+__all__ = ["Encoder", "at_upper_bounds", "device_and_traced", "devices_of"]
 
 
 class Encoder:

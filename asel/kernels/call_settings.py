@@ -8,7 +8,7 @@ from typing import Any
 
 from asel.kernels.canonical import Canon, canonical
 
-__all__ = ["DEFAULT_PRNG", "JaxState", "call_form", "default_device_setting", "jax_state", "settings_form"]
+__all__ = ["DEFAULT_PRNG", "call_form", "default_device_setting", "jax_state", "settings_form"]
 
 DEFAULT_PRNG = "threefry2x32"
 """JAX's default random number generator."""

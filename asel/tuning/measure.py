@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "Lowered",
     "Measure",
     "Sampler",
+    "SharedState",
     "TimingMode",
     "Trial",
     "as_measure",
@@ -117,6 +119,30 @@ class Bench(Protocol):
         """
 
 
+@dataclass(slots=True)
+class SharedState:
+    """Objects that a measure makes once for all candidates of a tune, and facts about them."""
+
+    is_checked: bool = False
+    """Whether outputs are compared, so that random arrays replace shapes."""
+    arrays: list[Any] | None = None
+    """The arrays that all candidates run with."""
+    donations: int = 0
+    """How many times arrays that the caller had donated were replaced."""
+    scanned_after: int | None = None
+    """The number of donations when outputs were first scanned for NaN: later scans need the same arrays."""
+    compared_after: int | None = None
+    """The number of donations when outputs were last compared."""
+    pace: Any = None
+    """How candidates are sampled (`timing.Pace`)."""
+    packed_arguments: Any = None
+    """The arguments as messages to worker processes."""
+
+    def clear(self) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, field.default)
+
+
 class Trial(Generic[Cfg]):
     """One candidate on its way through a measure."""
 
@@ -133,7 +159,7 @@ class Trial(Generic[Cfg]):
         make_fn: Callable[[Cfg], Callable[..., Any]] | None = None,
         factory_is_portable: bool = False,
         grace_s: Callable[[], float] = lambda: 0.0,
-        shared: dict[str, Any] | None = None,
+        shared: SharedState | None = None,
     ) -> None:
         self.cfg = cfg
         self.args = args
@@ -145,8 +171,7 @@ class Trial(Generic[Cfg]):
         self.grace_s = grace_s
         # Threads that were abandoned during a step.
         self.left_behind: list[AbandonedThread] = []
-        # Objects that a measure makes once for all candidates of a tune.
-        self.shared: dict[str, Any] = {} if shared is None else shared
+        self.shared = SharedState() if shared is None else shared
         # The current stage, for the outcome if this candidate fails before it can be sampled.
         self.stage: Literal["build", "compile"] = "compile"
         # The factory of `fn`, if a worker process may call it: it holds nothing of the call.
@@ -209,7 +234,7 @@ class BaseMeasure:
         """Return the measure to compile with, holding a shared resource as `BaseSampler.turn` does."""
         return nullcontext(self)
 
-    def end_tune(self, shared: dict[str, Any]) -> None:
+    def end_tune(self, shared: SharedState) -> None:
         """Release the objects made once for all candidates of a tune."""
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
     np = LazyModule("numpy", globals(), "np")
 
-__all__ = ["ExpectedOutputs", "OutputCheck", "OutputMismatch", "Outputs", "as_check"]
+__all__ = ["Check", "ExpectedOutputs", "OutputCheck", "OutputMismatch", "Outputs", "as_check"]
 
 Check = Callable[[Sequence[Any], Sequence[Any]], str | None]
 """Takes the incumbent's outputs and a candidate's; returns a description of the difference, or None."""

@@ -22,7 +22,7 @@ from anyio.abc import Process
 
 from asel.runtime.loop import PerLoop
 from asel.runtime.threads import run_in_thread
-from asel.tuning.measure import BaseMeasure, BaseSampler, Charge, Lowered, Sampler, TimingMode, Trial
+from asel.tuning.measure import BaseMeasure, BaseSampler, Charge, Lowered, Sampler, SharedState, TimingMode, Trial
 from asel.tuning.output_check import Outputs
 from asel.tuning.worker_startup import import_state, worker_command, worker_environment
 
@@ -82,9 +82,9 @@ class ProcessMeasure(BaseMeasure):
         async with self.turn() as session:
             return await session.compile(trial)
 
-    def end_tune(self, shared: dict[str, Any]) -> None:
+    def end_tune(self, shared: SharedState) -> None:
         """Let the workers forget the tune's arguments and candidates."""
-        if (arguments := shared.get("packed_arguments")) is not None:
+        if (arguments := shared.packed_arguments) is not None:
             for worker in self._pools.here().workers:
                 worker.end_tune(arguments)
 
@@ -174,9 +174,9 @@ def _packed(trial: Trial[Any]) -> tuple[Sequence[Frame], _PackedArguments]:
     from asel.tuning.worker_messages import pack_arguments, pack_candidate
 
     candidate = pack_candidate(trial)
-    if (arguments := trial.shared.get("packed_arguments")) is None:
-        arguments = trial.shared["packed_arguments"] = _PackedArguments(pack_arguments(trial))
-    return candidate, arguments
+    if trial.shared.packed_arguments is None:
+        trial.shared.packed_arguments = _PackedArguments(pack_arguments(trial))
+    return candidate, trial.shared.packed_arguments
 
 
 class _Remote(BaseSampler):

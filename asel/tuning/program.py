@@ -50,8 +50,8 @@ class Program:
             self._function = CallFunction(partial(_yielding, fn), trial.args, trial.kwargs)
             given = self._function.arrays(trial.args, trial.kwargs)
             self._device = place_of_shapes(trial.device, trial.settings)
-            if (arrays := trial.shared.get("arrays")) is None:
-                trial.shared["arrays"] = arrays = self._concrete(given)
+            if (arrays := trial.shared.arrays) is None:
+                trial.shared.arrays = arrays = self._concrete(given)
             self._arrays = arrays
             self._forward: Callable[..., Any] = self._function.forward
             self._jitted = None if is_jitted(fn) else jax.jit(self._forward)
@@ -64,7 +64,7 @@ class Program:
 
     def _concrete(self, given: Iterable[Any]) -> list[Any]:
         """Return arrays to run with: zeros for shapes, or random arrays if outputs are checked."""
-        if self._trial.shared.get("checked"):
+        if self._trial.shared.is_checked:
             given, _ = random_inputs(tuple(given), {}, self._device)
         return [concrete(leaf, self._device) for leaf in given]
 
@@ -100,10 +100,12 @@ class Program:
         for _ in range(times):
             outputs = jax.block_until_ready(executable(*arrays))  # type: ignore[no-untyped-call]
         taken_s = timer() - start
-        donations = self._trial.shared.get("donations", 0)
+        shared = self._trial.shared
         # Only outputs of the same arguments are comparable: zeros in the place of a donated argument may make NaN. This
         # looks at a run that was needed anyway.
-        if self.nan_outputs is None and self._trial.shared.setdefault("looked_at_after", donations) == donations:
+        if shared.scanned_after is None:
+            shared.scanned_after = shared.donations
+        if self.nan_outputs is None and shared.scanned_after == shared.donations:
             self.nan_outputs = frozenset(i for i, leaf in enumerate(jax.tree.leaves(outputs)) if has_nan(leaf))
         return taken_s
 
@@ -115,7 +117,7 @@ class Program:
             if not any(map(is_deleted, self._arrays)):
                 raise
         self._arrays[:] = self._concrete(self._arrays)  # for all candidates: they share the list
-        self._trial.shared["donations"] = self._trial.shared.get("donations", 0) + 1
+        self._trial.shared.donations += 1
         return work()
 
     def outputs(self) -> Outputs:
@@ -129,8 +131,8 @@ class Program:
 
     def _outputs(self) -> Outputs:
         shared = self._trial.shared
-        donations = shared.get("donations", 0)
-        if shared.get("compared_after", donations) != donations:
+        donations = shared.donations
+        if shared.compared_after not in (None, donations):
             raise RuntimeError("an argument was donated by its caller while outputs were being compared")
         if self.how == "eager":
             outputs = self._forward(*copies_of(self._arrays))
@@ -142,7 +144,7 @@ class Program:
         # Addresses in static parts differ between processes, and between runs that make new objects.
         shown = re.sub(r" at 0x[0-9a-f]+", "", str(structure))
         arrays = Outputs([on_host(leaf) for leaf in leaves], shown, [dtype_text(leaf) for leaf in leaves])
-        shared["compared_after"] = donations
+        shared.compared_after = donations
         return arrays
 
     def runnable(self) -> Runnable:
@@ -160,7 +162,10 @@ class Program:
 
     @property
     def pace(self) -> Pace:
-        pace: Pace = self._trial.shared.setdefault("pace", Pace())
+        shared = self._trial.shared
+        if shared.pace is None:
+            shared.pace = Pace()
+        pace: Pace = shared.pace
         return pace
 
     def release(self) -> None:

@@ -16,7 +16,7 @@ from asel.kernels.keys import CacheKey
 from asel.runtime.jax_settings import Settings
 from asel.tuning.outcomes import Outcome, TuneReport
 
-__all__ = ["MAX_LESSONS", "TuneRequest", "compile_width_of_tunes", "tunes_compiling"]
+__all__ = ["MAX_LESSONS", "TuneRequest", "tunes_compiling"]
 
 MAX_LESSONS = 64
 """The number of earlier tunes of a kernel's other calls that are used, newest first."""

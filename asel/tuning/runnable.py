@@ -15,7 +15,7 @@ from asel.kernels.kernel import FunctionKernel
 from asel.kernels.kernel_numbers import is_known_by_itself
 from asel.runtime.bounded_memo import BoundedMemo
 
-__all__ = ["CallFunction", "Programs", "Runnable", "after_run", "is_jitted"]
+__all__ = ["CallFunction", "Programs", "Runnable", "after_run", "is_array", "is_jitted"]
 
 _MAX_CONFIGS = 4
 # The placements of a call's arrays: each may be committed to its device or not.

@@ -17,7 +17,7 @@ from asel.kernels.kernel import Cfg
 from asel.redaction import redact
 from asel.runtime.threads import AbandonedThread, leave_to_thread
 from asel.tuning.budget import Budget
-from asel.tuning.measure import BaseSampler, Bench, Lowered, TimingMode, Trial
+from asel.tuning.measure import BaseSampler, Bench, Lowered, SharedState, TimingMode, Trial
 from asel.tuning.outcomes import Failed, Measured, Outcome, Skipped, Stage, TuneReport, text_of
 from asel.tuning.output_check import ExpectedOutputs
 from asel.tuning.request import TuneRequest
@@ -59,8 +59,7 @@ class TuneState(Generic[Cfg]):
         self.aliases: dict[int, int] = {}
         self.board: Scoreboard | None = None
         self.expected = ExpectedOutputs()
-        # Objects that a measure makes once for all candidates.
-        self.shared: dict[str, Any] = {}
+        self.shared = SharedState()
         self.budget = Budget(request.tune_budget_s)
         self.seconds = 0.0
         self.report: TuneReport[Cfg] | None = None

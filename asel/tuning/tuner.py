@@ -187,7 +187,7 @@ class Tuner(Generic[Cfg]):
 
         from asel.tuning.arrays import abstract, place_of_shapes, random_inputs
 
-        state.shared["checked"] = True
+        state.shared.is_checked = True
         leaves = jax.tree_util.tree_leaves((state.args, state.kwargs))
         if any(isinstance(abstract(leaf), jax.ShapeDtypeStruct) for leaf in leaves):
             device = place_of_shapes(state.request.device, state.request.settings)

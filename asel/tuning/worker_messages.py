@@ -15,7 +15,7 @@ import numpy as np
 from asel.errors import InvalidRequestError
 from asel.runtime.jax_settings import with_settings
 from asel.tuning.arrays import abstract, place_of_shapes, random_inputs, weak_zeros
-from asel.tuning.measure import Trial
+from asel.tuning.measure import SharedState, Trial
 
 __all__ = ["Arguments", "Frame", "pack_arguments", "pack_candidate", "unpack_arguments", "unpack_candidate"]
 
@@ -28,14 +28,14 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        self.shared: dict[str, Any] = {}
+        self.shared = SharedState()
 
 
 def pack_arguments(trial: Trial[Any]) -> list[Frame]:
     """Return a trial's arguments as frames: one for each array's memory, and one for everything else."""
     with jax.transfer_guard("allow"):  # guards are for the caller's own transfers
         given = (trial.args, dict(trial.kwargs))
-        if trial.shared.get("checked"):  # an argument may have been donated by now
+        if trial.shared.is_checked:  # an argument may have been donated by now
             given = random_inputs(*given, place_of_shapes(trial.device, trial.settings))
         args, kwargs = jax.tree_util.tree_map(_portable, given)
     return _packed((args, kwargs, trial.settings))

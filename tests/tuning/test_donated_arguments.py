@@ -20,7 +20,7 @@ from asel import (
     kernel,
 )
 from asel.tuning.jax_measure import JaxMeasure
-from asel.tuning.measure import Trial
+from asel.tuning.measure import SharedState, Trial
 from asel.tuning.program import Program
 
 
@@ -56,7 +56,7 @@ def test_a_caller_may_donate_its_arguments_during_a_tune(real_backend, allowed):
 @pytest.mark.parametrize("when", ["before it is lowered", "before it is compiled", "between two samples"])
 def test_zeros_replace_donated_arguments(when):
     """Of the same type and in the same place, for every candidate that shares them."""
-    x, kept, shared = jax.device_put(jnp.ones(8), jax.devices()[0]), jnp.ones(8), {}
+    x, kept, shared = jax.device_put(jnp.ones(8), jax.devices()[0]), jnp.ones(8), SharedState()
     weak = jnp.asarray(2.5)
     for step in ("before it is lowered", "before it is compiled", "between two samples"):
         if step == when:
@@ -69,7 +69,7 @@ def test_zeros_replace_donated_arguments(when):
             program.compile()
             assert program.run(1, time.perf_counter) > 0
     assert program.run(2, time.perf_counter) > 0
-    zeros, same, weakly = shared["arrays"]
+    zeros, same, weakly = shared.arrays
     assert same is kept
     assert (zeros.committed, zeros.sharding, zeros.tolist()) == (x.committed, x.sharding, [0.0] * 8)
     assert (weakly.weak_type, weakly.dtype, weakly.tolist()) == (True, weak.dtype, 0.0)
@@ -84,7 +84,7 @@ def compiled(fn, x, shared) -> Program:
 @pytest.mark.parametrize("who_notices", ["the next to be compared", "a sample"])
 def test_outputs_are_not_compared_with_those_from_before_a_donation(who_notices):
     """The first outputs were computed with the original values: with zeros, every other candidate would look wrong."""
-    x, shared = jnp.ones(8), {}
+    x, shared = jnp.ones(8), SharedState()
     first, second = compiled(lambda x: x * 2, x, shared), compiled(lambda x: x + x, x, shared)
     assert first.outputs()[0].tolist() == [2.0] * 8
     donate(x)
@@ -97,7 +97,7 @@ def test_outputs_are_not_compared_with_those_from_before_a_donation(who_notices)
 
 def test_outputs_are_compared_if_the_donation_came_before_the_first():
     """Then all are computed with the same zeros."""
-    x, shared = jnp.ones(8), {}
+    x, shared = jnp.ones(8), SharedState()
     first, second = compiled(lambda x: x + 2, x, shared), compiled(lambda x: x + 3, x, shared)
     donate(x)
     assert first.outputs()[0].tolist() == [2.0] * 8
@@ -126,7 +126,7 @@ def test_nan_computed_from_zeros_for_a_donated_argument_disqualifies_no_candidat
 
 def test_an_eager_candidate_is_tried_with_zeros_for_a_donated_argument():
     """Its caller's donation is not its failure."""
-    x, shared = jnp.ones(8), {}
+    x, shared = jnp.ones(8), SharedState()
     program = Program(Trial(1, lambda x: jnp.asarray(np.asarray(x)), (x,), {}, jax.devices()[0], shared=shared))
     donate(x)
     program.compile()

@@ -13,7 +13,7 @@ from support.kernels import Bench
 
 from asel import Invocation, Kernel, OutputCheck, Tuner, kernel
 from asel.tuning.arrays import random_inputs
-from asel.tuning.measure import Trial
+from asel.tuning.measure import SharedState, Trial
 from asel.tuning.outcomes import Failed, Measured
 from asel.tuning.output_check import Outputs
 from asel.tuning.program import Program
@@ -226,7 +226,7 @@ def test_checks_use_random_inputs_for_donated_arguments(isolation):
 @pytest.mark.parametrize("when", ["before it is lowered", "before it is compared"])
 def test_arguments_donated_during_a_checked_tune_become_random(when):
     """With zeros in its place, later comparisons would detect nothing."""
-    x, shared = jnp.ones(8), {"checked": True}
+    x, shared = jnp.ones(8), SharedState(is_checked=True)
     if when == "before it is lowered":
         x.delete()
     program = Program(Trial(1, lambda x: x * 2, (x,), {}, jax.devices()[0], shared=shared))

@@ -16,7 +16,7 @@ from asel import (
     Tuner,
 )
 from asel.tuning.jax_measure import JaxMeasure
-from asel.tuning.measure import Trial
+from asel.tuning.measure import SharedState, Trial
 from asel.tuning.program import Program
 from asel.tuning.timing import MIN_SAMPLE_S, Timing
 
@@ -92,7 +92,7 @@ def test_a_run_that_was_slow_once_is_sampled_like_the_others():
 
 def test_all_candidates_of_a_tune_take_the_best_of_equally_many_batches():
     """The best of three is lower than the best of two, so a lucky run of one candidate changes how all are sampled."""
-    shared = {}
+    shared = SharedState()
     lucky, other = timed_by_script(lambda: 4e-4, shared), timed_by_script(lambda: 9e-4, shared)
     for timing, _ in (other, other, other, lucky, lucky, other, lucky):
         timing.sample()
@@ -102,7 +102,7 @@ def test_all_candidates_of_a_tune_take_the_best_of_equally_many_batches():
 
 def test_all_candidates_of_a_tune_are_repeated_equally_often():
     """A mean of ten runs varies less than one of five, so rivals make as many runs as the fastest needs."""
-    shared = {}
+    shared = SharedState()
     fast, rival, slow = (timed_by_script(lambda run_s=run_s: run_s, shared) for run_s in (2e-5, 3e-5, 4e-3))
     for timing, _ in (slow, slow, rival, rival, fast, fast, rival, fast, slow):
         timing.sample()
