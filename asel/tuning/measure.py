@@ -133,8 +133,8 @@ class SharedState:
     """The number of donations when outputs were first scanned for NaN: later scans need the same arrays."""
     compared_after: int | None = None
     """The number of donations when outputs were last compared."""
-    pace: Any = None
-    """How candidates are sampled (`timing.Pace`)."""
+    sample_size: Any = None
+    """The number of runs in a sample (`timing.SampleSize`)."""
     packed_arguments: Any = None
     """The arguments as messages to worker processes."""
 

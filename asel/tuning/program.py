@@ -28,7 +28,7 @@ from asel.tuning.arrays import (
 from asel.tuning.measure import TimingMode, Trial
 from asel.tuning.output_check import Outputs
 from asel.tuning.runnable import CallFunction, Runnable, is_jitted
-from asel.tuning.timing import Pace
+from asel.tuning.timing import SampleSize
 
 __all__ = ["Program"]
 
@@ -161,12 +161,12 @@ class Program:
         jax.block_until_ready(run(*arrays))  # type: ignore[no-untyped-call]
 
     @property
-    def pace(self) -> Pace:
+    def sample_size(self) -> SampleSize:
         shared = self._trial.shared
-        if shared.pace is None:
-            shared.pace = Pace()
-        pace: Pace = shared.pace
-        return pace
+        if shared.sample_size is None:
+            shared.sample_size = SampleSize()
+        size: SampleSize = shared.sample_size
+        return size
 
     def release(self) -> None:
         """Release the executable, and the function with everything that JAX caches for it."""

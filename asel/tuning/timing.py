@@ -15,7 +15,7 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from asel.tuning.program import Program
 
-__all__ = ["MIN_SAMPLE_S", "Pace", "Timing", "dispatch_overhead_s"]
+__all__ = ["MIN_SAMPLE_S", "SampleSize", "Timing", "dispatch_overhead_s"]
 
 
 # A batch of runs this long is far above the timer's noise and the cost of dispatching a run.
@@ -28,10 +28,10 @@ _SHORT_S = 2e-3
 
 
 @dataclass(slots=True)
-class Pace:
+class SampleSize:
     """How a tune's candidates are sampled: all in the same way, or the best of three would beat the best of two.
 
-    The fastest candidate sets the pace. A much slower one makes at most twice the runs that it needs itself.
+    The fastest candidate decides. A much slower one makes at most twice the runs that it needs itself.
     """
 
     runs: int = 1
@@ -68,14 +68,14 @@ class Timing:
             return self._run(1)
         if self._taken == 1 and (cold_s := self._run(1)) >= self._min_s():
             return cold_s
-        pace = self.program.pace
-        asked = min(pace.runs, 2 * self._runs) if self._taken > 2 else 1
+        size = self.program.sample_size
+        asked = min(size.runs, 2 * self._runs) if self._taken > 2 else 1
         runs, batch_s = self._batch(asked)
         if runs > asked:
             self._runs = runs
         if self._taken > 2:
-            batch_s = min([batch_s, *(self._run(runs) for _ in range(pace.batches - 1))])
-        pace.runs, pace.batch_s = max(pace.runs, runs), min(pace.batch_s, batch_s)
+            batch_s = min([batch_s, *(self._run(runs) for _ in range(size.batches - 1))])
+        size.runs, size.batch_s = max(size.runs, runs), min(size.batch_s, batch_s)
         return batch_s / runs
 
     def _batch(self, runs: int) -> tuple[int, float]:

@@ -25,7 +25,7 @@ from asel import Tuner
 from asel.testing import ReplayMeasure
 from asel.tuning.race import Race
 from asel.tuning.strategies import Exhaustive, Strategy
-from asel.tuning.timing import Pace
+from asel.tuning.timing import SampleSize
 
 SAMPLES = 64
 REPLAYS = 50
@@ -50,7 +50,7 @@ class Replayed:
 
 def as_sampled(samples: list[float]) -> list[float]:
     """Return the best of as many runs as make a sample of such a candidate; runs of one sample are not neighbours."""
-    batches, count = Pace(batch_s=median(samples)).batches, len(samples)
+    batches, count = SampleSize(batch_s=median(samples)).batches, len(samples)
     return [min(samples[(first + 7 * more) % count] for more in range(batches)) for first in range(count)]
 
 
