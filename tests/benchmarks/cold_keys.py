@@ -1,8 +1,8 @@
-"""What a cold key costs when many are asked for at once: `python tests/benchmarks/cold_keys.py`.
+"""The cost of a cold key when many are requested at once: `python tests/benchmarks/cold_keys.py`.
 
-The floor is the same tune with nobody else in line: keys asked for one after the other. The measure is
-scripted and takes no time, so what is timed is asel and the event loop; the last rows compile and run with
-JAX. Processor time counts: thousands of keys take seconds, in which other programs have their turns as well.
+The floor is the same tune without a queue: keys requested one after the other. The measure is scripted and takes no
+time, so only asel and the event loop are timed; the last rows compile and run with JAX. Processor time counts, since
+thousands of keys take seconds, in which other programs run as well.
 The cost of a key must not grow with the number of keys. Exits with 1 if a budget is exceeded.
 """
 
@@ -50,7 +50,7 @@ def calls(keys: int) -> list[Invocation[int, Any]]:
 
 
 async def one_after_the_other(keys: int, make_tuner: Callable[[], Tuner[int]]) -> float:
-    """Return the processor seconds each key takes if nobody else waits."""
+    """Return the processor seconds per key, requested one by one."""
     kernel = Scaled()
     async with ConfigSelectorChain(tuner=make_tuner(), sinks=()) as selector:
         start = process_time()
@@ -60,7 +60,7 @@ async def one_after_the_other(keys: int, make_tuner: Callable[[], Tuner[int]]) -
 
 
 async def at_once(keys: int, make_tuner: Callable[[], Tuner[int]]) -> float:
-    """Return the processor seconds each key takes if all are asked for at once."""
+    """Return the processor seconds per key, requested all at once."""
     kernel = Scaled()
     async with ConfigSelectorChain(tuner=make_tuner(), sinks=()) as selector:
         start = process_time()
@@ -75,7 +75,7 @@ def scripted_tuner() -> Tuner[int]:
 
 
 def contenders() -> dict[str, tuple[str, Callable[[], Awaitable[float]]]]:
-    """Return each row's backend and what it times."""
+    """Return the backend and the timed function of each row."""
     rows: dict[str, tuple[str, Callable[[], Awaitable[float]]]] = {}
     for backend in BACKENDS:
         rows[f"{backend}, one by one"] = (backend, partial(one_after_the_other, SIZES[0], scripted_tuner))
@@ -95,7 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time many cold keys at once.")
     parser.add_argument("--rounds", type=int, default=3, help="the best of this many interleaved rounds counts")
     rounds: int = parser.parse_args().rounds
-    device_fingerprint()  # asel learns of the machine once, and that is not a key's cost
+    device_fingerprint()  # asel inspects the machine once, which is not part of a key's cost
     rows = contenders()
     best = dict.fromkeys(rows, float("inf"))
     for _ in range(rounds):

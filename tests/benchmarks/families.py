@@ -1,4 +1,4 @@
-"""Families of real kernels to tune on a CPU. A module of its own: worker processes import them by name."""
+"""Families of real kernels to tune on a CPU, in their own module, because worker processes import them by name."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ __all__ = [
     "record",
 ]
 
-# Importing ejKernel turns JAX's cache of compiled programs on, for its whole process and from one run to the
-# next: whoever comes after it would be timed reading files.
+# Importing ejKernel turns on JAX's persistent cache of compiled programs: later tunes would only read files.
 jax.config.update("jax_enable_compilation_cache", False)
 
-# Far above the timer's noise and the cost of dispatching a run, and several runs of all that is short: they are timed
-# warm, as every tuner here times them. Run once and cold, after all the others, another attention is the best.
+# Far above the timer's noise and the cost of dispatching a run, with several runs of short programs, so that they are
+# timed warm, as every tuner here does. In single cold runs, another attention is the best.
 MIN_SAMPLE_S = 5e-3
 
 
@@ -50,7 +49,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Family:
-    """A kernel, what it may be configured with, and the shapes of what it is called with."""
+    """A kernel, its candidates, and the shapes of its arguments."""
 
     name: str
     run: Callable[..., jax.Array]
@@ -112,12 +111,12 @@ def recurrence(decay: jax.Array, x: jax.Array, *, cfg: Blocks, passes: int = 1) 
 
 
 def decoys(decay: jax.Array, x: jax.Array, *, cfg: Blocks) -> jax.Array:
-    """A recurrence in which `a` does nothing that takes time."""
+    """A recurrence in which `a` has no effect."""
     return recurrence(decay, x + cfg.a * 1e-6, cfg=Blocks(128, 4))
 
 
 def clamped_matmul(x: jax.Array, y: jax.Array, *, cfg: Blocks) -> jax.Array:
-    """The same for candidates that are declared once for all shapes: a block is no larger than its array."""
+    """The same for candidates that are declared once for all shapes: a block is at most as large as its array."""
     return matmul(x, y, cfg=Blocks(min(cfg.a, x.shape[0]), min(cfg.b, y.shape[1])))
 
 
@@ -127,27 +126,27 @@ def _grid(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Blocks, ...]
 
 _SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
-# Here compiling dominates running, and every candidate is a program of its own.
+# Compiling dominates running, and every candidate has its own program.
 FAMILIES = (
     Family("matmul", matmul, _grid(_SIZES[:5], _SIZES[:5]), ((256, 256), (256, 256))),
     Family("attention", attention, _grid((8, *_SIZES[:4]), (8, *_SIZES[:4])), ((512, 64),) * 3),
     Family("recurrence", recurrence, _grid((8, *_SIZES[:5]), (1, 2, 4, 8)), ((4096, 64), (4096, 64))),
 )
-# The best of these run on two cores at once, and are the best as long as nobody else has one of them.
+# The best of these use two cores at once, and are the best only while both are free.
 WIDE = Family("attention, wide chunks", attention, _grid(_SIZES[1:6], _SIZES[1:6]), ((512, 64),) * 3)
-# One list of candidates for all shapes: 25 programs of 49 where a prompt is read, 10 of 49 where tokens are made.
+# One list of candidates for all shapes: of 49, 25 programs for reading a prompt, and 10 for generating tokens.
 CLAMPED = Family("clamped matmul, 256 rows", clamped_matmul, _grid(_SIZES, _SIZES), ((256, 256), (256, 256)))
 CLAMPED_MORE = Family("clamped matmul, 32 rows", clamped_matmul, _grid(_SIZES, _SIZES), ((32, 256), (256, 256)))
-# Here running dominates compiling.
+# Running dominates compiling.
 LONG = Family(
     "recurrence, long",
     partial(recurrence, passes=12),
     _grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8)),
     ((65536, 256), (65536, 256)),
 )
-# Here it does not matter who wins, as long as it is the same one next time.
+# Equals: any may win, if it is the same each time.
 EQUALS = Family("recurrence, eight equals", decoys, _grid(tuple(range(1, 9)), (1,)), ((4096, 64),) * 2)
-# And here hardly: four are within a few percent of the best, about as far from it as a tie may be.
+# Near-equals: four are within a few percent of the best, about the width of a tie.
 NEAR_EQUALS = Family("recurrence, near-equals", recurrence, _grid((16, 32, 64, 128), (4, 8)), ((4096, 64),) * 2)
 
 
@@ -157,19 +156,19 @@ def program_text(lowered: jax.stages.Lowered) -> str:
 
 
 def record(family: Family, samples: int) -> Oracle:
-    """Return an oracle that has seen every candidate `samples` times."""
+    """Return an oracle with `samples` samples of every candidate."""
     oracle = Oracle(family)
     oracle.watch(samples)
     return oracle
 
 
 class Oracle:
-    """Knows how much slower than the best every candidate is.
+    """Measures by how much every candidate is slower than the best.
 
-    It may watch by and by: what others do to a shared machine changes from one minute to the next. What slows a
-    round slows all that run in it, so a sample counts as a part of its round's. And the best is found in one half
-    of the rounds and others are held against it in the other: the best of many noisy figures is the luckiest, too,
-    and beside it in its own rounds everyone else would look slow, its equals as well.
+    Samples are taken over time, since the load of a shared machine changes by the minute. A disturbance slows a whole
+    round, so each sample is divided by the median of its round. The best candidate is chosen in one half of the rounds
+    and compared with the others in the other half: the best of many noisy figures is also the luckiest, and in its own
+    rounds even its equals would look slow.
     """
 
     def __init__(self, family: Family) -> None:
@@ -186,18 +185,18 @@ class Oracle:
 
     @classmethod
     def of_recorded(cls, family: Family, programs: list[int], rounds: list[list[float]]) -> Oracle:
-        """Return an oracle that knows what another one has seen, and can watch no more."""
+        """Return an oracle with the samples of another one, which takes no more samples."""
         oracle = cls.__new__(cls)
         oracle.family, oracle._programs, oracle._rounds = family, programs, rounds
         return oracle
 
     @property
     def recorded(self) -> dict[str, list[Any]]:
-        """What `of_recorded` takes."""
+        """The argument of `of_recorded`."""
         return {"programs": self._programs, "rounds": self._rounds}
 
     def watch(self, rounds: int) -> None:
-        """Take so many interleaved samples of every program."""
+        """Take interleaved samples of every program, one in each round."""
         order = list(range(len(self._compiled)))
         gc.collect()
         with without_gc():
@@ -217,14 +216,14 @@ class Oracle:
 
     @property
     def samples_s(self) -> list[list[float]]:
-        """Every candidate's samples; those with the same program have them in common."""
+        """The samples of every candidate; candidates with one program share them."""
         by_program = [list(samples) for samples in zip(*self._rounds, strict=True)]
         return [by_program[program] for program in self._programs]
 
     def regret(self, cfg: Blocks) -> float:
         """Return by how much, as a fraction, `cfg` is slower than the best."""
         program = self._programs[self.family.candidates.index(cfg)]
-        halves = _levels(self._rounds[::2]), _levels(self._rounds[1::2])
+        halves = _relative_times(self._rounds[::2]), _relative_times(self._rounds[1::2])
         over = [judge[program] / judge[finder.index(min(finder))] - 1 for finder, judge in (halves, halves[::-1])]
         return max(0.0, fmean(over))
 
@@ -233,8 +232,8 @@ class Oracle:
         return min(map(median, zip(*self._rounds, strict=True)))
 
 
-def _levels(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean of the middle half of every program's samples, each as a part of its round's."""
+def _relative_times(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Return the trimmed mean of every program's samples, each relative to its round."""
     paired = [[seconds / median(taken) for seconds in taken] for taken in rounds]
     return [_middle(samples) for samples in zip(*paired, strict=True)]
 

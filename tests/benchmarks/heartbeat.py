@@ -1,4 +1,4 @@
-"""How late a heartbeat is on an event loop, and in a program that does nothing else meanwhile."""
+"""The lateness of a heartbeat on an event loop, and in a program that does nothing else."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import anyio
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """From when a heartbeat was due until it came, on a clock that all programs of a machine share."""
+    """The interval from the time a heartbeat was due until it came, on a clock that all programs share."""
 
     due: float
     came: float
     computed_s: float = 0.0
-    """Processor time that the program took meanwhile, in all of its threads."""
+    """The processor time of all the program's threads in that interval."""
     queued_s: float = 0.0
-    """How long the event loop's thread could have run and waited for a core, if the system tells."""
+    """The time that the event loop's thread was ready and waited for a core, if the system reports it."""
 
     @property
     def seconds(self) -> float:
@@ -31,17 +31,17 @@ class Lateness:
 
     @property
     def own_s(self) -> float:
-        """The part that the program itself can have caused, and not other programs that took the cores."""
+        """The part that the program itself may have caused, and not other programs on the cores."""
         return min(self.seconds - self.queued_s, self.computed_s)
 
     def beside(self, others: Sequence[Lateness]) -> float:
-        """Return the seconds in which none of the others was late, too."""
+        """Return the seconds in which no other heartbeat was late."""
         shared = (min(self.came, other.came) - max(self.due, other.due) for other in others)
         return self.seconds - sum(each for each in shared if each > 0)
 
 
 async def beat(late: list[Lateness], beat_s: float) -> None:
-    """Note how late each heartbeat is, until cancelled."""
+    """Record the lateness of each heartbeat, until cancelled."""
     while True:
         queued, computed, due = _queued_s(), process_time(), perf_counter() + beat_s
         await anyio.sleep(beat_s)
@@ -49,14 +49,14 @@ async def beat(late: list[Lateness], beat_s: float) -> None:
 
 
 def _queued_s() -> float:
-    """Return how long this thread has waited for a core; Linux knows."""
+    """Return the time this thread has waited for a core, which Linux reports."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except FileNotFoundError:
         return 0.0
 
 
-# Ends when its input does. It waits for that, a beat at a time, and prints the beats that it missed.
+# Waits for the end of its input, one beat at a time, and then prints the late beats.
 _SECOND_HEART = """
 import select, sys, time
 late, ended = [], False
@@ -72,7 +72,7 @@ print(late)
 
 @contextmanager
 def second_heart(beat_s: float) -> Iterator[Callable[[], list[Lateness]]]:
-    """Have another program do nothing but beat; gives what ends it and returns when it was late."""
+    """Run a heartbeat in another program. Yields a function that ends it and returns its late intervals."""
     command = [sys.executable, "-S", "-c", _SECOND_HEART.format(beat_s=beat_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as heart:
         yield lambda: [Lateness(*each) for each in literal_eval(heart.communicate()[0])]

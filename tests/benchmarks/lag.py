@@ -1,13 +1,12 @@
-"""How late the event loop runs while 24 candidates tune on it: `python tests/benchmarks/lag.py`.
+"""The event loop's lag while 24 candidates tune on it: `python tests/benchmarks/lag.py`.
 
-A heartbeat sleeps 5 ms at a time, and what it oversleeps is the lag. Beside it is the longest pause of the
-interpreter's own garbage collector, which nobody's threads can do without. The floor is the same heartbeat while
-another program compiles the same candidates: nothing of that is on the loop, so it is late because the machine is
-busy, with that and with what its neighbours do. A p99 over its budget is the machine's where the floor's is over it
-too, and asel's is no more than a quarter above that. What a single beat is late is the machine's for as long as a
-second heartbeat was late, too, in a program that does nothing else: asel's threads can take its core for a few
-milliseconds, and the interpreter not at all. All take turns; shown is the median of their p99 and p50, the worst of
-their maxima, and the worst that was theirs alone. Exits with 1 if a budget is exceeded.
+A heartbeat sleeps 5 ms at a time; its lateness is the lag. Beside it is the longest pause of the interpreter's garbage
+collector. The floor is the same heartbeat while another program compiles the same candidates: it is late only because
+the machine is busy. A p99 over its budget counts as the machine's if the floor's is over it too, and asel's is at most
+a quarter above that. A single late beat counts as the machine's for as long as a second heartbeat, in a program that
+does nothing else, was late too: asel's threads can take its core for a few milliseconds, but not its interpreter. All
+take turns. Shown are the median of their p99 and p50, the worst of their maxima, and the worst that was theirs alone.
+Exits with 1 if a budget is exceeded.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from asel import Tuner
 
 BEAT_S = 0.005
 P99_S, MOST_S = 0.010, 0.100
-# So much more than the floor's is the floor's: that is measured in other moments.
+# An excess over the floor by this factor still counts as the floor's, which is measured at other times.
 TOLERANCE = 0.25
 TURNS = 5
 BACKENDS = ("asyncio", "trio")
 FAMILY = next(family for family in FAMILIES if family.name == "recurrence")
-ARGS = FAMILY.args  # made here: on the loop it would be this benchmark's own lag
+ARGS = FAMILY.args  # made here, since on the loop it would cause lag itself
 
 
 async def asel_tune(isolation: Literal["thread", "process"]) -> None:
@@ -56,20 +55,20 @@ async def blocking_tune() -> None:
 
 
 async def lags_during(tune: Callable[[], Awaitable[None]]) -> list[Lateness]:
-    """Return how late each heartbeat was."""
+    """Return the lateness of each heartbeat."""
     late: list[Lateness] = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(beat, late, BEAT_S)
         await anyio.sleep(10 * BEAT_S)
         await tune()
-        await anyio.sleep(0.2)  # the beat that a blocking tune held up is counted, and so is letting go of programs
+        await anyio.sleep(0.2)  # count the beat that a blocking tune delayed, and the release of programs
         tasks.cancel_scope.cancel()
     return late
 
 
 @contextmanager
 def longest_collection() -> Iterator[Callable[[], float]]:
-    """Give the seconds of the longest garbage collection so far."""
+    """Yield a function that returns the seconds of the longest garbage collection so far."""
     longest = start = 0.0
 
     def note(phase: str, info: object) -> None:
@@ -88,7 +87,7 @@ def longest_collection() -> Iterator[Callable[[], float]]:
 
 @contextmanager
 def compiling_elsewhere() -> Iterator[Callable[[], Awaitable[None]]]:
-    """Give what has another program, which is up, compile all candidates once, and waits for it."""
+    """Yield a function that has another, running program compile all candidates once, and waits for it."""
     command = [sys.executable, __file__, "--compile"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None
@@ -103,7 +102,7 @@ def compiling_elsewhere() -> Iterator[Callable[[], Awaitable[None]]]:
 
 
 def compile_when_told() -> None:
-    compile_alone(FAMILY)  # what JAX does only once is nobody's lag
+    compile_alone(FAMILY)  # one-off work of JAX is not measured
     gc.collect()
     print("ready", flush=True)
     sys.stdin.read()
@@ -127,18 +126,18 @@ TUNES = {
 
 @dataclass(slots=True)
 class Row:
-    """What the turns of one tune on one loop came to, in seconds."""
+    """The figures of the turns of one tune on one loop, in seconds."""
 
     beats: int = 0
     p50: list[float] = field(default_factory=list)
     p99: list[float] = field(default_factory=list)
     most: float = 0.0
     alone: float = 0.0
-    """The most of what the machine did not stop for altogether."""
+    """The longest lateness that the second heartbeat did not share."""
     collecting: float = 0.0
 
     def take_turn(self, name: str, backend: str) -> None:
-        gc.collect()  # what was imported and compiled before is nobody's garbage
+        gc.collect()  # collect garbage of imports and compiles before
         with TUNES[name]() as tune, second_heart(BEAT_S) as stopped, longest_collection() as collecting_s:
             beats = anyio.run(lags_during, tune, backend=backend)
             others = stopped()
@@ -173,11 +172,11 @@ def main() -> int:
         compile_when_told()
         return 0
     backends, turns = (BACKENDS[:1], 1) if asked.quick else (BACKENDS, TURNS)
-    anyio.run(asel_tune, "thread")  # what JAX does only once is nobody's lag
+    anyio.run(asel_tune, "thread")  # one-off work of JAX is not measured
     rows = {(name, backend): Row() for name in TUNES for backend in backends}
     for turn in range(turns):
         for (name, backend), row in rows.items():
-            # The peer last and once: what it imports makes collections longer.
+            # The peer comes last and once, because its imports make collections longer.
             if name != PEER or (turn == turns - 1 and find_spec("ejkernel") is not None):
                 row.take_turn(name, backend)
     table = Table(box=SIMPLE)

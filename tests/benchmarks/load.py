@@ -1,10 +1,10 @@
-"""How late warm requests are while cold keys tune behind them: `python tests/benchmarks/load.py`.
+"""The latency of warm requests while cold keys tune in the background: `python tests/benchmarks/load.py`.
 
-Requests come at a fixed rate, whatever became of those before, and are timed from when they were due until their result
-is there. Each row takes turns of serving alone and of serving while keys that nobody has asked for tune in the
-background, one after the other without a pause; 24 programs each. Beside it are the same requests while another
-program compiles those candidates, which is what the cores' sharing alone costs, and ejKernel's selector, which tunes
-where it is asked: on the event loop. Exits with 1 if a budget is exceeded where that floor is not.
+Requests come at a fixed rate, and are timed from the time they are due until their result is there. Each row takes
+turns of serving alone and of serving while other keys tune in the background, one after the other without a pause; 24
+programs each. Beside it are the floor, the same requests while another program compiles those candidates, which is the
+cost of sharing the cores, and ejKernel's selector, which tunes on the event loop. Exits with 1 if a budget is exceeded
+while the floor's is not.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from asel import AutotunePolicy, ConfigSelectorChain, Executor, Tuner
 
 BACKENDS = ("asyncio", "trio")
 SHORT_S, LONG_S = 2e-3, 25e-3
-# Requests of 20 ms or more may take twice as long at the 99th percentile, and shorter ones so much longer.
+# Requests of 20 ms or more may take twice as long at the 99th percentile, and shorter ones this much longer.
 LONG_FACTOR, SHORT_MORE_S = 2.0, 15e-3
 USE = 0.2  # of the time, by requests alone
 TURNS, SETTLE_S = 2, 0.3
-# Further from the budget than the floor is from it, by so much, is asel's own doing.
+# If a row exceeds its budget by this much more than the floor does, that is due to asel.
 TOLERANCE = 0.25
 numbers = count()
 
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def excess(self) -> float:
-        """What the 99th percentile is of what is allowed."""
+        """The 99th percentile as a share of its budget."""
         alone, beside = self.p99(self.alone), self.p99(self.beside)
         if median(self.alone) >= 20e-3:
             return beside / (LONG_FACTOR * alone)
@@ -71,7 +71,7 @@ class Row:
 
 
 async def serve(request: Request, every_s: float, latencies: list[float], tuning: Tuning, at_least: int) -> None:
-    """Make requests at a fixed rate, so many and until `tuning` has ended, and wait for all of their answers."""
+    """Make requests at a fixed rate, `at_least` that many and until `tuning` has ended, and wait for all answers."""
     is_tuned = False
 
     async def tune() -> None:
@@ -125,7 +125,7 @@ async def measure(
 
 
 async def tune_cold(execute: Executor[Any, Any]) -> None:
-    """Ask for a key that is like no other, and return once it is tuned."""
+    """Request a new key, and return once it is tuned."""
     # Made in a thread: JAX compiles `jnp.ones` for each new shape, which would stop the loop.
     await execute(cold, *await anyio.to_thread.run_sync(cold_args, next(numbers)))
     await execute.selector.settled()
@@ -133,7 +133,7 @@ async def tune_cold(execute: Executor[Any, Any]) -> None:
 
 async def compile_elsewhere(execute: Executor[Any, Any]) -> None:
     with ExitStack() as stack:
-        # In a thread: the other program takes its time to be up.
+        # In a thread, because the other program takes long to start.
         compile_all = await anyio.to_thread.run_sync(stack.enter_context, compiling_elsewhere())
         await compile_all()
 
@@ -157,7 +157,7 @@ RUNS: dict[str, tuple[Callable[..., Awaitable[object]], Literal["thread", "proce
 
 
 def calibrated(seconds: float) -> tuple[int, float]:
-    """Return the size of matrices whose products take about so long, and how long they take."""
+    """Return the size of matrices whose products take about the given time, and their actual time."""
     warm, size, taken = jax.jit(Warm().run, static_argnames="cfg"), 64, 0.0
     while taken < seconds:
         size = int(size * 1.25) // 8 * 8
@@ -175,7 +175,7 @@ def _timed(run: Callable[[], jax.Array]) -> float:
 
 def contenders(backends: tuple[str, ...], only: str | None) -> Iterator[tuple[str, str]]:
     for name in RUNS:
-        # What has nothing to do with asel is the same on either loop.
+        # Rows without asel are the same on both loops.
         for backend in backends if name.startswith("asel") else BACKENDS[:1]:
             if (only is None or only in name) and (name != PEER or find_spec("ejkernel") is not None):
                 yield name, backend

@@ -1,4 +1,4 @@
-"""The kernels of the load benchmark: a module of its own, since worker processes import them by name."""
+"""The kernels of the load benchmark, in their own module, because worker processes import them by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEPS, _WIDTH = 4096, 32
 
 
 class Warm(Kernel[int, jax.Array]):
-    """What is served: products of square matrices, one after the other."""
+    """The served kernel: products of square matrices, one after the other."""
 
     op_id = "warm"
 
@@ -34,7 +34,7 @@ class Warm(Kernel[int, jax.Array]):
 
 
 class Cold(Kernel[Blocks, jax.Array]):
-    """What is tuned meanwhile."""
+    """The kernel that is tuned meanwhile."""
 
     op_id = "cold"
 
@@ -49,6 +49,6 @@ class Cold(Kernel[Blocks, jax.Array]):
 
 
 def cold_args(number: int) -> tuple[jax.Array, jax.Array]:
-    """Return the arguments of a call that is like no other."""
+    """Return the arguments of a call with a new key."""
     x = jnp.ones((_STEPS, _WIDTH + number))
     return x, x

@@ -1,7 +1,7 @@
-"""How often a tune that is repeated has the same winner: `python tests/benchmarks/repeats.py`.
+"""How often a repeated tune has the same winner: `python tests/benchmarks/repeats.py`.
 
-Among equals it has to be the same one, whoever that is. Among candidates that differ by about as much as a
-tie may, none has to be: what is shown is what their winners cost. Exits with 1 if a budget is exceeded.
+Among equals it has to be the same one each time. Among candidates that differ by about a tie, the table shows how much
+slower the winners are than the best. Exits with 1 if a budget is exceeded.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 import anyio
 from families import EQUALS, NEAR_EQUALS, Blocks, Family, Oracle
 from rich.console import Console
-from tuning import MOST_REGRET, asel_tune
+from tuning import MAX_REGRET, asel_tune
 
 from asel import Tuner
 from asel.tuning.request import TuneRequest
 from asel.tuning.state import TuneState
 
 REPEATS = 20
-# The oracle's samples of each candidate before every tune: what it knows is of the same minutes.
+# The oracle's samples of each candidate before every tune, so that both see the machine in the same minutes.
 WATCHED = 5
 SAME = 0.95
 
@@ -60,7 +60,7 @@ def repeat(family: Family, repeats: int, same: float, console: Console) -> bool:
     for name, winners in found.items():
         (_, count), *_ = winners.most_common(1)
         worst = max(oracle.regret(cfg) for cfg in winners)
-        ok = count >= same * repeats and (worst <= MOST_REGRET or same == SAME)
+        ok = count >= same * repeats and (worst <= MAX_REGRET or same == SAME)
         verdict = "" if name.startswith("ej") else "ok" if ok else "OVER"
         kept = kept and verdict != "OVER"
         shown = ", ".join(f"{cfg.a}/{cfg.b} x{times}" for cfg, times in winners.most_common())

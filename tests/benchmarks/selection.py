@@ -1,4 +1,4 @@
-"""What an answer from memory costs, beside its floor and its peers: `python tests/benchmarks/selection.py`.
+"""The cost of an answer from memory, beside its floor and its peers: `python tests/benchmarks/selection.py`.
 
 The floor is a bare coroutine that looks two avals up in a dict. Exits with 1 if a budget is exceeded.
 """
@@ -58,7 +58,7 @@ BUDGETS = {
     "hit, default sinks": Budget(10, "floor"),
     "hit, default sinks, structlog at INFO": Budget(10, "floor"),
     "hit, default sinks, nothing configured": Budget(10, "floor"),
-    "hit, 100 arrays": Budget(200, "floor"),  # 60 us where the floor is 0.30 us
+    "hit, 100 arrays": Budget(200, "floor"),  # 60 us if the floor is 0.30 us
     "ejKernel": Budget(25, "hit", at_least=True),
     "hit, 4,000 keys": Budget(1.5, "hit, 10 keys"),
     "hit, 10,000 keys": Budget(1.5, "hit, 10 keys"),
@@ -109,13 +109,13 @@ def hundred_arrays() -> dict[str, dict[str, jax.Array]]:
 
 
 async def time_hits(rounds: int, slice_s: float) -> dict[str, float | None]:
-    """Return the seconds each kind of hit takes, ours and the peers'; None for a peer that is not installed."""
+    """Return the seconds of each kind of hit, ours and the peers'; None for a peer that is not installed."""
     tuner = Tuner(measure=ScriptedMeasure(0.0))
     async with ConfigSelectorChain(tuner=tuner, sinks=()) as quiet, ConfigSelectorChain(tuner=tuner) as telling:
         ours = asel_hits(quiet, telling)
         for inv, kernel in {id(inv): (inv, kernel) for row in ours for inv, kernel in row.calls}.values():
             for selector in (quiet, telling):
-                await selector.choose(inv, kernel)  # from here on it is a hit
+                await selector.choose(inv, kernel)  # later calls are hits
         contenders, missing = [floor(), *ours], {}
         for name, peer_hits in PEERS.items():
             try:
@@ -142,7 +142,7 @@ def asel_hits(quiet: ConfigSelectorChain[Blocks, Any], telling: ConfigSelectorCh
         return Invocation("matmul", args, kwargs), kernel
 
     once = [call(*two_arrays())]
-    # Each compiled function gives its results shardings of its own, equal to the others' but not the same objects.
+    # Each compiled function gives its results its own sharding objects, which are equal to the others'.
     fresh = [call(*map(make, two_arrays())) for make in (jnp.abs, jnp.cos, jnp.sin, jnp.tan) for _ in range(128)]
     statics = [call(*two_arrays(), causal=True, window=128, layout="bthd", mask=None)]
     return [
@@ -160,14 +160,14 @@ def asel_hits(quiet: ConfigSelectorChain[Blocks, Any], telling: ConfigSelectorCh
 
 @contextmanager
 def unsampled() -> Iterator[None]:
-    """Be inside a request whose trace was not sampled."""
+    """Run the block inside a request whose trace is not sampled."""
     with UNSAMPLED.start_as_current_span("request"):
         yield
 
 
 @contextmanager
 def unsampled_at_info() -> Iterator[None]:
-    """Be there in an application that has configured structlog, too."""
+    """Do the same in an application that has configured structlog."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
     try:
         with unsampled():
@@ -186,7 +186,7 @@ def keyword_calls(make: Callable[..., Any], keys: int) -> list[Any]:
 
 
 async def time_many_keys(rounds: int, slice_s: float) -> tuple[dict[str, float | None], float]:
-    """Return the seconds a hit takes by the number of keys in memory, and the bytes that a key takes there."""
+    """Return the seconds of a hit by the number of keys in memory, and the bytes per key."""
     contenders, selectors, missing, bytes_per_key = [], [], dict[str, float | None](), 0.0
     for keys in KEYS:
         selector: ConfigSelectorChain[Blocks, Any] = ConfigSelectorChain(sinks=())
@@ -198,7 +198,7 @@ async def time_many_keys(rounds: int, slice_s: float) -> tuple[dict[str, float |
         bytes_per_key = tracemalloc.get_traced_memory()[0] / keys
         tracemalloc.stop()
         selectors.append(selector)
-        # What has been put since a key was asked for has closed its fast lane.
+        # A put closes the fast lane of every key.
         for inv in calls:
             await selector.choose(inv, kernel)
         contenders.append(Contender(f"hit, {keys:,} keys", selector.choose, [(inv, kernel) for inv in calls]))
@@ -223,7 +223,7 @@ def ejkernel_keys(keys: int) -> Contender:
 
 
 async def time_new_shapes(rounds: int) -> dict[str, float | None]:
-    """Return the seconds that a new shape takes where heuristics answer, by the number of candidates."""
+    """Return the seconds of a new shape that the heuristic answers, by the number of candidates."""
     best: dict[str, float | None] = {}
     b = jnp.zeros((128, 32))
     sizes = count(1)
@@ -269,7 +269,7 @@ def ejkernel_selector(blocks: tuple[Blocks, ...] = ()) -> tuple[Any, Any]:
         def candidate_cfgs(self, inv):
             return blocks
 
-    # The first call leaves the heuristic in memory; from there on it is a hit.
+    # The first call leaves the heuristic in memory; later calls are hits.
     return ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False)), MatMul("matmul")
 
 
@@ -335,8 +335,8 @@ class PreparedAdded(Added):
 
 
 async def time_executors(rounds: int, slice_s: float) -> dict[str, float | None]:
-    """Return the seconds a warm call takes: jitted by hand, through our executor, through ejKernel's."""
-    # A busy machine takes a millisecond away now and then, and the next run is in a thread: that is not timed here.
+    """Return the seconds of a warm call: jitted by hand, by our executor, by ejKernel's."""
+    # On a busy machine a run may take a millisecond, and then the next one is in a thread, which is not timed here.
     for module in (asel.serving.executor, asel.serving.preparation, asel.serving.runs):
         module.QUICK_S = 1.0  # type: ignore[attr-defined]
     a, b = jnp.ones(4), jnp.ones(4)
@@ -386,11 +386,11 @@ def ejkernel_executor(calls: list[tuple[Any, Any]]) -> list[Contender]:
 
 
 # ---------------------------------------------------------------------------------------------
-# A crowd at one cold key.
+# Many callers of one cold key.
 
 
 def time_crowds(rounds: int) -> dict[str, float]:
-    """Return the seconds each of many callers costs, on both backends in real time."""
+    """Return the seconds per caller of many, on both backends in real time."""
     waits: dict[str, Callable[[], Awaitable[float]]] = {
         "an Event": crowd_at_an_event,
         "a cold key": partial(crowd_at_a_cold_key, ()),
@@ -420,7 +420,7 @@ async def crowd_at_a_cold_key(sinks: tuple[Sink, ...] | None) -> float:
 
 
 class GatedMeasure(ScriptedMeasure):
-    """Holds the tune until the gate opens, so that the whole crowd finds it pending."""
+    """Holds the tune until the gate opens, so that every caller finds it pending."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
@@ -432,7 +432,7 @@ class GatedMeasure(ScriptedMeasure):
 
 
 async def _crowd(wait: Callable[[], Awaitable[Any]], release: Callable[[], object]) -> float:
-    """Return the seconds in which all callers begin to wait, are released, and end."""
+    """Return the seconds in which all callers begin to wait, are woken, and end."""
     waiting = 0
 
     async def caller() -> None:

@@ -1,7 +1,7 @@
 """Times things side by side: on a shared machine seconds drift, and ratios taken in one run do not.
 
-Every round gives each contender one short slice, so that drift hits all alike, and the best slice
-counts. The garbage collector rests while the clock runs.
+Every round gives each contender one short slice, so that drift affects all equally, and the best slice counts. The
+garbage collector is off while the clock runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Something to time: `step`, a function or a coroutine function that does not wait, of two arguments."""
+    """A contender: `step` is a function, or a coroutine function that does not wait, of two arguments."""
 
     name: str
     step: Callable[[Any, Any], Any]
@@ -35,7 +35,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What something may cost, as a multiple of what `of` costs; with `at_least`, what it has to."""
+    """A limit on a contender's cost, as a multiple of that of `of`; with `at_least`, a lower limit."""
 
     factor: float
     of: str
@@ -46,8 +46,8 @@ class Budget:
 
 
 def race(contenders: Sequence[Contender], *, rounds: int, slice_s: float) -> dict[str, float]:
-    """Return the seconds one step of each contender takes."""
-    # Each slice goes on where the last one ended, so that of many calls none is asked again and again.
+    """Return the seconds of one step of each contender."""
+    # Each slice continues where the last one ended, so that many different calls take turns.
     turns = [cycle(contender.calls) for contender in contenders]
     counts = [_steps_in(slice_s, contender, turn) for contender, turn in zip(contenders, turns, strict=True)]
     best = {contender.name: float("inf") for contender in contenders}
@@ -58,15 +58,15 @@ def race(contenders: Sequence[Contender], *, rounds: int, slice_s: float) -> dic
 
 
 def once_each(contender: Contender) -> float:
-    """Return the seconds that all calls of a contender take, each made once: for what differs the second time."""
+    """Return the seconds of all calls of a contender, each made once: for calls that are different the second time."""
     gc.collect()
     return _slice(contender, iter(contender.calls), len(contender.calls))
 
 
 def _steps_in(slice_s: float, contender: Contender, turn: Iterator[Call]) -> int:
-    _slice(contender, turn, len(contender.calls))  # what a call does only the first time is not timed
+    _slice(contender, turn, len(contender.calls))  # the first call is not timed
     count = 2
-    # The best of three: after a hiccup, slices would be of a step or two, which are slower than steps in a row.
+    # The best of three: after a disturbance, slices would have only a step or two, which are slower than many in a row.
     while (taken := min(_slice(contender, turn, count) for _ in range(3))) < slice_s / 4:
         count *= 2
     return max(1, round(count * slice_s / taken))
@@ -81,7 +81,7 @@ def _slice(contender: Contender, turn: Iterator[Call], count: int) -> float:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Keep the garbage collector out of the block."""
+    """Disable the garbage collector inside the block."""
     gc.disable()
     try:
         yield
@@ -108,9 +108,9 @@ def _call_each(step: Callable[[Any, Any], Any], calls: Sequence[Call]) -> float:
 
 
 def compare(seconds: Mapping[str, float | None], budgets: Mapping[str, Budget], *, floor: str) -> tuple[Table, bool]:
-    """Return a table of all that was timed, and whether every budget is kept.
+    """Return a table of all times, and whether every budget is kept.
 
-    None stands for something that is not installed.
+    None stands for a contender that is not installed.
     """
     table = Table("what", box=SIMPLE)
     for heading in ("time", f"x {floor}", "budget", ""):

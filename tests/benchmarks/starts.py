@@ -1,4 +1,4 @@
-"""What a warm start costs: `python tests/benchmarks/starts.py` opens chains over stores of 100 to 10,000 records.
+"""The cost of a warm start: `python tests/benchmarks/starts.py` opens selectors over stores of 100 to 10,000 records.
 
 Loading happens before the block begins, off the loop. Exits with 1 if 10,000 records of a directory take longer than
 the budget.
@@ -26,7 +26,7 @@ from asel.stores.records import Record
 SIZES = (100, 1_000, 10_000)
 # Issue 19: "10,000 records of a directory in about a second or less".
 MAX_DIRECTORY_S = 1.0
-# Enough for any of them to be read whole: what is timed is all of it.
+# Long enough to load every record.
 TIMEOUT_S = 60.0
 
 
@@ -37,7 +37,7 @@ def here(number: int) -> Record:
 
 
 async def start(location: str, size: int, preload: bool) -> tuple[Times, float, int]:
-    """Return what opening takes, what the loop waits meanwhile, a settled look-up's seconds, and the configs loaded."""
+    """Return the time to open and the longest stall, the seconds of a first look-up, and the configs loaded."""
     cache = PersistentCache("matmul", location, cfg_type=dict)
     chain = ConfigSelectorChain(persistent=cache, store_timeout_s=TIMEOUT_S, preload=preload)
     _, times = await watched(chain.aopen)

@@ -1,4 +1,4 @@
-"""What `import asel` and `asel --help` take, beside an empty program: `python tests/benchmarks/startup.py`.
+"""The time of `import asel` and `asel --help`, beside an empty program: `python tests/benchmarks/startup.py`.
 
 The budgets are 20 and 25 times an empty program, in processor time of the fastest of ten runs: with compiled
 bytecode, and in this environment, which may have none (an editable installation with PYTHONDONTWRITEBYTECODE compiles
@@ -27,7 +27,7 @@ PROGRAMS = (
 
 
 def seconds(program: str, environment: dict[str, str]) -> float:
-    """Return the processor time that a program takes."""
+    """Return the processor time of a program."""
     taken = []
     for _ in range(RUNS):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

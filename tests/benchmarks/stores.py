@@ -1,4 +1,4 @@
-"""What keeping records costs, beside ejKernel's PersistentCache: `python tests/benchmarks/stores.py`.
+"""The cost of storing records, beside ejKernel's PersistentCache: `python tests/benchmarks/stores.py`.
 
 Puts and gets with few and with many records, a start with 10,000 of them, moving thousands of them, and a
 fleet's cold start. Exits with 1 if a budget is exceeded. `--moving` times the moves alone.
@@ -60,7 +60,7 @@ def record(number: int) -> Record:
 
 
 async def fill(store: Any, size: int, make: Callable[[int], Record] = record) -> None:
-    """Put records without waiting for the disk: nobody times these."""
+    """Put records without waiting for the disk; these puts are not timed."""
     numbers = iter(range(size))
 
     async def some() -> None:
@@ -69,13 +69,14 @@ async def fill(store: Any, size: int, make: Callable[[int], Record] = record) ->
 
     with patch.object(os, "fsync", lambda file: None):
         async with anyio.create_task_group() as tasks:
-            for _ in range(500 if isinstance(store, DocumentStore) else 8):  # a document writes what comes together
+            # A document writes concurrent puts together.
+            for _ in range(500 if isinstance(store, DocumentStore) else 8):
                 tasks.start_soon(some)
 
 
 @asynccontextmanager
 async def opened(location: str) -> AsyncIterator[Any]:
-    """Have a store as a chain has it: with its connections open."""
+    """Open a store as a selector does, with its connections."""
     store: Any = open_store(location)
     async with store if hasattr(store, "__aenter__") else nullcontext():
         yield store
@@ -146,7 +147,7 @@ def compare_costs(sizes: tuple[int, ...]) -> tuple[Table, bool]:
 
 
 def floor_s(folder: str) -> float:
-    """Return what the file system itself takes: a file written, synced and linked, and its directory synced."""
+    """Return the seconds of the file system itself: a file written, synced and linked, and its directory synced."""
     directory = os.open(folder, os.O_RDONLY)
     taken = []
     for number in range(300):
@@ -170,7 +171,7 @@ async def fill_there(location: str, size: int) -> None:
 
 
 def time_starts(size: int) -> Table:
-    """Return what the first answer costs a process that finds so many records."""
+    """Return the seconds of a process's first answer, by the number of records."""
     table = Table("store", f"first get of {size:,} records", box=SIMPLE)
 
     async def first(location: str) -> float:
@@ -190,15 +191,15 @@ def time_starts(size: int) -> Table:
 
 
 class Times(NamedTuple):
-    """How long some work took, and the longest stalls meanwhile."""
+    """The duration of some work, and the longest stalls meanwhile."""
 
     taken_s: float
     stall_s: float
     """Of the event loop."""
     own_s: float
-    """Of the event loop, without what the machine stopped all threads for."""
+    """Of the event loop, without pauses in which the machine stopped all threads."""
     idle_s: float
-    """Of a program that does nothing but beat."""
+    """Of a heartbeat in another program."""
 
     def __str__(self) -> str:
         return format(self, ".1f")
@@ -208,7 +209,7 @@ class Times(NamedTuple):
 
 
 async def watched(work: Callable[[], Any]) -> tuple[Any, Times]:
-    """Return what some work returns, and its times."""
+    """Return the result of some work, and its times."""
     gc.collect()
     late: list[Lateness] = []
     with second_heart(BEAT_S) as stopped:
@@ -239,7 +240,7 @@ async def move(location: str, folder: str, size: int) -> dict[str, Times]:
     async with opened(location) as store:
         cache = PersistentCache("matmul", store)
         assert (await step("import", lambda: cache.import_(document))).imported == size
-        document.clear()  # which takes its time, too, but is not asel's
+        document.clear()  # slow, too, but not part of asel
         text = await step("export", cache.export)
         assert (await step("import again", lambda: cache.import_(text))).imported == 0
         assert await step("export_to", lambda: cache.export_to(f"{folder}/export.json")) == size
@@ -251,7 +252,7 @@ async def move(location: str, folder: str, size: int) -> dict[str, Times]:
 
 
 def time_moves(sizes: tuple[int, ...]) -> Table:
-    """Return how long it takes to move records, and how long the event loop stands still meanwhile."""
+    """Return the time to move records, and the longest stall of the event loop meanwhile."""
     title = (
         "Seconds, and the longest stalls: of the event loop / of the event loop without what the machine stopped all "
         "threads for / of an idle program at the same time"
@@ -273,7 +274,7 @@ def time_moves(sizes: tuple[int, ...]) -> Table:
 
 
 async def peak(size: int) -> tuple[float, float]:
-    """Return the megabytes that exporting a directory of `size` records to a file adds, and the whole peak."""
+    """Return the megabytes that exporting a directory of `size` records to a file adds, and the peak."""
     with tempfile.TemporaryDirectory() as folder:
         cache = PersistentCache("matmul", f"{folder}/c")
         await fill(cache.store, size)

@@ -1,8 +1,8 @@
-"""What strategies sample and how well they choose, on recorded timings: `python tests/benchmarks/strategies.py`.
+"""How strategies sample and choose on recorded timings: `python tests/benchmarks/strategies.py`.
 
-The timings are recorded once, round by round; every replay begins with another round, so that what slowed
-a round slows all of its samples. With `--timings FILE` they are kept there, or taken from there, so that two versions
-of a strategy replay the same. As in a tune, a sample of short runs is the best of some.
+The timings are recorded once, round by round; every replay begins with another round, so that what slowed a round slows
+all of its samples. With `--timings FILE` they are stored there, or read from there, so that two versions of a strategy
+replay the same. As in a tune, a sample of short runs is the best of several batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What one replay took, and by how much its choice is slower than the best."""
+    """The cost of one replay, and by how much its choice is slower than the best."""
 
     samples: int
     seconds: float
@@ -49,13 +49,13 @@ class Replayed:
 
 
 def as_sampled(samples: list[float]) -> list[float]:
-    """Return the best of as many runs as make a sample of such a candidate; runs of one sample are not neighbours."""
+    """Return the best of as many runs as a sample of such a candidate has; runs of one sample are not adjacent."""
     batches, count = SampleSize(batch_s=median(samples)).batches, len(samples)
     return [min(samples[(first + 7 * more) % count] for more in range(batches)) for first in range(count)]
 
 
 async def replay(strategy: Strategy, oracle: Oracle, seed: int) -> Replayed:
-    """Run a strategy against recorded timings, from a round of its own on."""
+    """Run a strategy against recorded timings, starting with the given round."""
     if isinstance(strategy, Race):
         strategy = replace(strategy, seed=seed)
     family = oracle.family
@@ -71,7 +71,7 @@ async def replays(strategy: Strategy, oracle: Oracle) -> list[Replayed]:
 
 
 def oracle_of(family: Family, timings: Path | None) -> Oracle:
-    """Return what is known of a family: from a file, if it is there."""
+    """Return a family's recorded timings, from a file if it exists."""
     known = json.loads(timings.read_text()) if timings is not None and timings.exists() else {}
     if family.name in known:
         return Oracle.of_recorded(family, known[family.name]["programs"], known[family.name]["rounds"])

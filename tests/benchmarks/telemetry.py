@@ -1,8 +1,8 @@
-"""What telemetry costs a caller and the event loop: `python tests/benchmarks/telemetry.py`.
+"""The cost of telemetry to callers and the event loop: `python tests/benchmarks/telemetry.py`.
 
 Hits with the default telemetry beside the bare hit and the floor, in a trace that is not sampled and in
-one that is; then the loop's lag while a backlog of 60,000 events is told. Every event becomes a real span
-of the SDK, behind its batch processor and an exporter that throws them away. Exits with 1 if a budget is
+one that is; then the loop's lag while a backlog of 60,000 events is delivered. Every event becomes a real span of the
+SDK, with its batch processor and an exporter that drops spans. Exits with 1 if a budget is
 exceeded.
 """
 
@@ -64,7 +64,7 @@ def set_up() -> None:
 
 @contextmanager
 def inside(tracer: trace.Tracer) -> Iterator[None]:
-    """Be in a request, and leave no backlog to the next contender."""
+    """Run the block inside a request, and deliver its events before the next contender."""
     with tracer.start_as_current_span("request"):
         yield
     shared_pipeline().flush(60)
@@ -95,7 +95,7 @@ async def time_hits(rounds: int, slice_s: float) -> dict[str, float | None]:
 
 
 async def lags(fill: Callable[[Any, Any, Any], Any] | None, seconds: float) -> tuple[list[float], float]:
-    """Return how late each heartbeat was while a backlog was told, and how long putting it there took."""
+    """Return the lateness of each heartbeat while a backlog is delivered, and the time to make that backlog."""
     tuner, inv, kernel = Tuner(measure=ScriptedMeasure(0.0)), Invocation("matmul", two_arrays(), {}), MatMul()
     late: list[float] = []
     async with ConfigSelectorChain(tuner=tuner, close_grace_s=0.0) as selector:
@@ -152,7 +152,7 @@ def measure_lag(seconds: float, rounds: int) -> tuple[Table, bool]:
 
 
 def time_telling(events: int) -> float:
-    """Return the seconds it takes to tell one event, of a backlog that is told in a hurry."""
+    """Return the seconds per event while a backlog is flushed."""
 
     async def fill() -> None:
         tuner, inv, kernel = Tuner(measure=ScriptedMeasure(0.0)), Invocation("matmul", two_arrays(), {}), MatMul()

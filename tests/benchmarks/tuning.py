@@ -1,8 +1,8 @@
-"""What a tune costs and how good its choice is, beside its peers: `python tests/benchmarks/tuning.py`.
+"""The cost of a tune and the quality of its choice, beside its peers: `python tests/benchmarks/tuning.py`.
 
-Contenders take turns, and so does an oracle of interleaved samples of every candidate: regret is how much
-slower than the best it knows the chosen one to be. Shown are medians, of the ratios within a turn and of all
-else. Exits with 1 if a budget is exceeded.
+Contenders take turns with an oracle that takes interleaved samples of every candidate: regret is by how much the choice
+is slower than the oracle's best. Shown are medians, including those of the ratios within a turn. Exits with 1 if a
+budget is exceeded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from asel import Tuner, TuneReport
 from asel.tuning.request import TuneRequest
 from asel.tuning.state import TuneState
 
-MOST_REGRET = 0.03
-# Two regrets closer than this are equal: the oracle knows no better.
+MAX_REGRET = 0.03
+# Two regrets closer than this count as equal: the oracle is no more precise.
 SAME_REGRET = 0.01
-# And two times: a machine that others use too does not know better.
+# A ratio of times within this of its budget keeps it: a shared machine is no more precise.
 TOLERANCE = 0.05
 PEER_ITERS = (10, 30)
 
@@ -41,26 +41,26 @@ Tune = Callable[[Family], Blocks]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A family, how fast asel has to be beside `Tuner(1, 3)`, and how thoroughly that is found out.
+    """A family, the required speed of asel relative to `Tuner(1, 3)`, and the number of samples and turns.
 
-    Where compiling dominates and no two programs are alike, nobody is twice as fast: a serial compile
-    keeps 1.6 of two cores busy, and samples are nearly free for everyone.
+    If compiling dominates and all programs differ, no tuner can be twice as fast: a serial compile keeps 1.6 of two
+    cores busy, and samples are nearly free for all.
     """
 
     family: Family
     tune: Tune
     factor: float = 1.0
     samples: int = 30
-    """The oracle's, of every candidate in every turn."""
+    """The oracle's samples of every candidate in every turn."""
     turns: int = 3
     why: str = ""
     with_tune_jax: bool = True
-    most_regret: float | None = MOST_REGRET
+    max_regret: float | None = MAX_REGRET
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What some tunes took, what asel's took that had their turns beside them, and what they chose."""
+    """The seconds of some tunes, those of asel's tunes in the same turns, and their choices."""
 
     seconds: list[float]
     cpu_s: list[float]
@@ -83,14 +83,14 @@ def asel_tune(family: Family) -> Blocks:
 
 
 def in_groups(family: Family) -> Blocks:
-    """asel where the kernel's author has said that long chunks go first: what is behind them is tried if they fail."""
+    """asel with a priority group for long chunks, so that the others are tried only if these fail."""
     groups = tuple((int(cfg.b >= 64), 0) for cfg in family.candidates)
     job = TuneState(TuneRequest(family.candidates, family.make, family.args, {}, groups=groups))
     return anyio.run(Tuner[Blocks]().tune, job).winner
 
 
 class OneMore:
-    """asel where all but the last candidate were tuned before."""
+    """asel with all but the last candidate tuned before."""
 
     def __init__(self) -> None:
         self._earlier: tuple[TuneReport[Blocks], ...] = ()
@@ -116,7 +116,7 @@ def ejkernel_tune(iters: int, family: Family) -> Blocks:
 def tune_jax_tune(family: Family) -> Blocks:
     import tune_jax
 
-    logging.getLogger("tune_jax").setLevel(logging.CRITICAL)  # where it cannot profile, it says so at length
+    logging.getLogger("tune_jax").setLevel(logging.CRITICAL)  # without a profiler, it logs long messages
     tuned = tune_jax.tune(lambda *args, cfg: family.make(cfg)(*args), hyperparams={"cfg": family.candidates})
     tuned(*family.args)
     cfg: Blocks = tuned.optimal_hyperparams["cfg"]
@@ -124,7 +124,7 @@ def tune_jax_tune(family: Family) -> Blocks:
 
 
 def compile_alone(family: Family) -> Blocks:
-    """Compile every program once, which is the floor of any tune; what that chooses is nobody's business."""
+    """Compile every program once, which is the floor of any tune; the returned choice has no meaning."""
     args, programs = family.args, set[str]()
     for cfg in family.candidates:
         lowered = jax.jit(family.make(cfg)).lower(*args)
@@ -141,7 +141,7 @@ CASES = (
         asel_tune,
         turns=5,
         why="the best need both cores: whether they are the best is up to the neighbours, so regret has no budget",
-        most_regret=None,
+        max_regret=None,
     ),
     Case(CLAMPED, asel_tune, why="half are aliases, found before they are compiled"),
     Case(CLAMPED_MORE, asel_tune, 2.0, why="most are aliases, found before they are compiled"),
@@ -164,13 +164,13 @@ CASES = (
 
 
 def take_turns(case: Case, oracle: Oracle, turns: int, *tunes: Tune) -> list[Run | None]:
-    """Return what asel's tunes and others took; None where a tuner is not installed."""
+    """Return the figures of asel's tunes and others; None for a tuner that is not installed."""
     tunes = (case.tune, *tunes)
     runs = [Run([], [], [], []) for _ in tunes]
     in_turn = list(zip(tunes, runs, strict=True))
     for turn in range(turns):
         oracle.watch(case.samples)
-        first = turn % len(tunes)  # another one each time: whoever goes first finds the machine as the oracle left it
+        first = turn % len(tunes)  # another one each time, since the first tuner runs right after the oracle
         for tune, run in in_turn[first:] + in_turn[:first]:
             if isinstance(tune, OneMore):
                 tune.prepare(case.family)
@@ -187,7 +187,7 @@ def take_turns(case: Case, oracle: Oracle, turns: int, *tunes: Tune) -> list[Run
 
 def compare_tuners(case: Case, turns: int) -> tuple[Table, bool]:
     """Return a table of all tuners on one family, and whether every budget is kept."""
-    oracle = Oracle(case.family)  # first, so that what JAX traces only once is paid by nobody
+    oracle = Oracle(case.family)  # first, so that one-off work of JAX is charged to no tuner
     equal = least = "ejKernel, Tuner(1, 3)"
     asel, run, floor = take_turns(case, oracle, turns, partial(ejkernel_tune, 3), compile_alone)
     assert asel is not None
@@ -208,7 +208,7 @@ def compare_tuners(case: Case, turns: int) -> tuple[Table, bool]:
     table = Table("tuner", title=f"{title}\n{case.why}", title_justify="left", box=SIMPLE)
     for heading in ("time", "x asel", "CPU", "regret", "budget", ""):
         table.add_column(heading, justify="right", no_wrap=True)
-    limit = case.most_regret
+    limit = case.max_regret
     asked = "" if limit is None else f"regret <= {limit:.0%}"
     kept = _row(table, "asel", asel, oracle, asked, limit is None or asel.regret(oracle) <= limit)
     for name, run in runs.items():
