@@ -28,6 +28,7 @@ class JaxState:
         "no_mesh",
         "prng_impl",
         "sharding_of",
+        "single_device",
         "threefry_partitionable",
         "x64",
     )
@@ -36,6 +37,7 @@ class JaxState:
         self.known = False
         self.array: Any = None
         self.sharding_of: Any = None
+        self.single_device: Any = None
         self.is_committed: Any = None
         self.x64: Any = None
         self.matmul_precision: Any = None
@@ -54,6 +56,8 @@ class JaxState:
         self.prng_impl, self.threefry_partitionable = jax.default_prng_impl, jax.threefry_partitionable
         # Abstract, because it is known while JAX traces, and because replicas over other devices share answers.
         self.mesh = _mesh_setting()
+        kind = jax.sharding.SingleDeviceSharding
+        self.single_device = kind if hasattr(kind, "_device") else None
         self.known = True
 
     def learn_array(self, kind: type) -> None:
