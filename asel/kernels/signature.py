@@ -32,6 +32,7 @@ class _Mark(enum.Enum):
     SHAPE = enum.auto()
     DUCK = enum.auto()
     MESH = enum.auto()
+    ENTERED_MESH = enum.auto()
     CALL = enum.auto()
     RANDOM = enum.auto()
     # Enum members hash through a Python method; identity is what we mean.
@@ -140,6 +141,8 @@ def plain_signature(kernel: Any, args: Any, kwargs: Any, *, for_program: bool = 
                 _append(value, tokens, for_program)
     if (mesh := jax.mesh.value) is not jax.no_mesh:
         _append_mesh(mesh, tokens)
+    if meshes := jax.entered_meshes.value:
+        tokens += (_Mark.ENTERED_MESH, seen[0] if (seen := _seen(id(meshes[-1]))) else _shardings.learn(meshes[-1]))
     return tuple(tokens)
 
 

@@ -80,7 +80,7 @@ def _placed(array: jax.Array, shape: jax.ShapeDtypeStruct, device: Any) -> jax.A
 
 def place_of_shapes(device: Any, settings: Settings | None) -> Any:
     """Return where a shape of unknown place belongs. Under a mesh that is JAX's to say, as for the caller's arrays."""
-    return device if settings is None or settings.mesh is None else None
+    return device if settings is None or not settings.has_mesh else None
 
 
 def random_inputs(
