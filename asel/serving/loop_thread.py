@@ -10,15 +10,16 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
 
 from asel.errors import InvalidRequestError, SelectorClosedError
-from asel.runtime.loop import LoopHandle
+from asel.runtime.loop import LoopHandle, context_for_another_loop
 
 __all__ = ["LoopThread"]
 
@@ -85,7 +86,7 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             raise InvalidRequestError("asked on the selector's own event loop, which cannot wait; use choose_nowait")
         try:
-            future = self._portal.start_task_soon(function, *args)
+            future: Future[T] = self._start(partial(self._portal.start_task_soon, function, *args))
         except RuntimeError:
             raise SelectorClosedError("the selector is closed") from None
         try:
@@ -93,6 +94,14 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def _start(self, start: Callable[[], Future[T]]) -> Future[T]:
+        try:
+            return start()
+        except RuntimeError:
+            # The loop has ended; or both are trio's, which lets no task of one loop call into another from its thread.
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(context_for_another_loop().run, start).result()
 
     def run_soon(self, work: Callable[[], object]) -> None:
         """Run `work` in the loop before what is called there later, unless the loop has ended; waits for nothing."""

@@ -391,3 +391,14 @@ def test_a_background_tune_begins_when_the_first_answer_has_run_in_its_callers_t
         assert set(pending) == {0}
         for keywords in ({}, {"fails": True}):
             assert selector.select(Invocation("looks", (jnp.ones(4),), keywords), op).tier == "memory"
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_selector_is_asked_within_a_running_trio_loop(backend):
+    """A notebook's cells run in one; trio does not let its tasks call into another trio loop."""
+
+    async def cell():
+        with selector(backend=backend) as blocking:
+            return blocking.choose(call(), Toy())
+
+    assert anyio.run(cell, backend="trio") == BEST
