@@ -67,15 +67,26 @@ def cache_at(location: str | None) -> PersistentCache[Any]:
 
 
 def new_cache_at(location: str | None) -> PersistentCache[Any]:
-    """Return the cache at a location that need not exist yet, for writing."""
-    from asel.stores.persistent_cache import PersistentCache, default_root
+    """Return the cache at a location that need not exist yet, for writing.
+
+    A path is a path here, a plain name as well, as `PersistentCache(path=...)` takes it.
+
+    Raises:
+        InvalidRequestError: there is no location, or its name means an operation's cache to the commands that read.
+    """
+    from asel.stores.persistent_cache import default_root
 
     if location is None:
         raise InvalidRequestError(
             "name the cache to write with --store: a directory, a *.json document or a redis:// URL"
         )
     if "://" not in location and _is_plain_name(location) and not Path(location).exists():
-        return PersistentCache("asel", default_root() / location)
+        of_operation = default_root() / location
+        if of_operation.is_dir():
+            raise InvalidRequestError(
+                f"{location!r} may mean two caches: write ./{location} for a new directory here, "
+                f"or {of_operation} for the operation's in the cache directory"
+            )
     return _writable(location)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from asel.cli.cache.record_lookup import JsonOption
+from asel.cli.interrupts import run_loop
 from asel.cli.locations import StoreOption, caches_at
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def stats(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """Count the records of a cache, its unreadable and half-written files, and its locks."""
     from asel.cli.output import console, print_json, print_table
 
-    found = anyio.run(_stats_of, caches_at(store))
+    found = run_loop(_stats_of, caches_at(store))
     if as_json:
         print_json([{"cache": path, **dataclasses.asdict(counted), "unreadable": bad} for path, counted, bad in found])
         return
