@@ -35,13 +35,13 @@ def end_at_once(said: str = "stopped") -> None:
         os.write(2, f"{cursor}asel: {said}\n".encode())
         os._exit(_INTERRUPTED)
 
-    end.ends_at_once = True  # type: ignore[attr-defined]
+    end.said = said  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, end)
 
 
 def say_when_stopped(said: str) -> None:
     """Have Ctrl-C print something else from now on, if it ends this process at once."""
-    if hasattr(signal.getsignal(signal.SIGINT), "ends_at_once"):
+    if hasattr(signal.getsignal(signal.SIGINT), "said"):
         end_at_once(said)
 
 
@@ -49,11 +49,17 @@ def run_loop(function: Callable[[*Ts], Awaitable[T]], *args: *Ts, backend: str =
     """Run a coroutine function in an event loop, which handles Ctrl-C by cancelling it."""
     import anyio
 
+    from asel.cli.errors import problem
+
     outside = signal.getsignal(signal.SIGINT)
-    if not hasattr(outside, "ends_at_once"):
+    said = getattr(outside, "said", None)
+    if said is None:
         return anyio.run(function, *args, backend=backend)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return anyio.run(function, *args, backend=backend)
+    except KeyboardInterrupt:
+        problem(said)
+        raise
     finally:
         signal.signal(signal.SIGINT, outside)

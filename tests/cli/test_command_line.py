@@ -55,6 +55,8 @@ def test_version_names_asel_jax_and_the_device():
         (["cache", "ls", "--store", "/no/such/place"], "check the path"),
         (["cache", "ls", "--store", "nobody"], "asel cache stats"),
         (["cache", "ls", "--store", "http://example"], "redis://"),
+        (["cache", "ls", "--store", "jax://"], "name a directory"),
+        (["cache", "import", __file__, "--store", "jax://"], "name a directory"),
         (["cache", "ls", "--colour"], "No such option: --colour. `asel cache ls --help` shows what it takes"),
         (["cache", "import", "/no/such/file.json"], "does not exist"),
         (["cache", "prune"], "say what to delete"),

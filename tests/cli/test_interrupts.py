@@ -58,7 +58,7 @@ def test_ctrl_c_in_an_event_loop_is_left_to_the_loop(tmp_path):
         "try:\n    run_loop(main)\nexcept KeyboardInterrupt:\n    os.kill(os.getpid(), signal.SIGINT)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "cleaned up\n", "asel: stopped\n")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "cleaned up\n", "asel: stopped\n" * 2)
 
 
 def test_a_command_that_was_started_to_ignore_ctrl_c_goes_on(tmp_path):
