@@ -17,7 +17,7 @@ import typer
 from asel.cli.cache import cache_app
 from asel.cli.demo.command import demo
 from asel.cli.doctor.command import doctor
-from asel.cli.errors import FOUND_A_PROBLEM, problem, report_error
+from asel.cli.errors import FAILED, FOUND_A_PROBLEM, problem, report_error
 from asel.cli.examples import examples
 from asel.cli.report import report
 from asel.cli.trace.command import trace
@@ -75,6 +75,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
         if arguments is None:
             _end_process(end.code)
         raise
+    except Exception as error:  # with --debug
+        if arguments is not None:
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(FAILED) from None
 
 
 def _run(given: list[str]) -> None:

@@ -106,6 +106,15 @@ def test_debug_raises_the_error_itself():
         asel("cache", "ls", "--store", "/no/such/place", "--debug")
 
 
+def test_debug_keeps_the_exit_code():
+    """A script that passes `--debug` on is told wrong use from a problem all the same."""
+    command = [sys.executable, "-m", "asel", "cache", "ls", "--store", "/no/such/place", "--debug"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "Traceback" in ran.stderr
+    assert "check the path" in ran.stderr
+
+
 def test_an_error_never_shows_a_password():
     """A URL is named without its secret."""
     ran = asel("cache", "ls", "--store", "redis://user:hunter2@127.0.0.1:1?timeout_s=0.1")

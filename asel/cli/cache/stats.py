@@ -38,10 +38,12 @@ async def _stats_of(caches: list[PersistentCache[Any]]) -> list[tuple[str, Store
     found = []
     for cache in caches:
         rejected: list[Rejected] = []
+        good = 0
         async with cache, cache.rejections_to(rejected.append):
             async for _ in cache.records():
-                pass
-            found.append((cache.path, await cache.stats(), len(rejected)))
+                good += 1
+            counted = dataclasses.replace(await cache.stats(), records=good)  # a directory counts files by their names
+            found.append((cache.path, counted, len(rejected)))
     return found
 
 
