@@ -57,7 +57,7 @@ def imports(tree: ast.AST, *, top_level_only: bool = False) -> set[str]:
 
 
 def test_rooms_import_only_from_rooms_before_them():
-    """The arrow stays an arrow."""
+    """Imports follow the order of DESIGN.md's table."""
     for name, tree in modules().items():
         room = name.partition(".")[0]
         before = {room} if room in FOR_EVERY_ROOM else set(ROOMS[: ROOMS.index(room) + 1])
@@ -66,13 +66,13 @@ def test_rooms_import_only_from_rooms_before_them():
 
 
 def test_the_engine_does_not_import_jax_at_module_level():
-    """Only what compiles and times, or packs arrays for those who do, needs JAX to load."""
+    """Only modules that compile, time or pack arrays import JAX when they load."""
     for name, tree in modules().items():
         loaded = {imported.partition(".")[0] for imported in imports(tree, top_level_only=True)}
         assert name in MAY_IMPORT_JAX or not loaded & {"jax", "jaxlib"}, name
 
 
-def test_all_is_sorted_and_true():
+def test_all_is_sorted_and_complete():
     """`asel.__all__` is the promise: sorted, complete, importable."""
     assert asel.__all__ == sorted(asel.__all__)
     for name in asel.__all__:
@@ -80,7 +80,7 @@ def test_all_is_sorted_and_true():
 
 
 def test_every_module_says_what_it_is():
-    """A module starts with a sentence."""
+    """A module starts with a one-sentence docstring."""
     assert [name for name, tree in modules().items() if not ast.get_docstring(tree)] == []
 
 

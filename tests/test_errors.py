@@ -1,4 +1,4 @@
-"""Errors that can be caught, copied, pickled and read."""
+"""Errors can be caught, copied, pickled and read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = [
 @pytest.mark.parametrize(("error", "base", "facts"), EXAMPLES, ids=lambda v: type(v).__name__)
 @pytest.mark.parametrize("again", [copy.copy, lambda e: pickle.loads(pickle.dumps(e))], ids=["copy", "pickle"])
 def test_errors_copy_and_pickle_with_their_facts(error, base, facts, again):
-    """Each waiter raises a copy, and a worker process sends one home: neither loses anything."""
+    """Waiters raise copies and worker processes send errors, and neither loses a fact."""
     other = again(error)
     assert other is not error
     assert type(other) is type(error)
@@ -37,7 +37,7 @@ def test_errors_copy_and_pickle_with_their_facts(error, base, facts, again):
 
 
 def test_every_error_is_in_the_tree_of_the_docstring_and_importable_from_asel():
-    """The tree that is drawn is the tree that is there."""
+    """The drawn tree matches the classes."""
     for name in errors.__all__:
         assert name in errors.__doc__
         assert getattr(asel, name) is getattr(errors, name)

@@ -1,4 +1,4 @@
-"""What the READMEs show is what runs."""
+"""The code in the READMEs runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLE_TEST = "test_no_request_waits_longer_than_its_budget"
 
 
 def test_the_readme_is_a_page_that_people_read():
-    """Details are in the rooms' READMEs."""
+    """It has at most 200 lines; details are in the rooms' READMEs."""
     assert len(README.splitlines()) <= 200
 
 

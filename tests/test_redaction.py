@@ -1,4 +1,4 @@
-"""No secret in any text: one function removes them, and everything that is shown goes through it."""
+"""No text contains a secret: one function removes them from everything that is shown."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ ROOT = Path(asel.__file__).parent
     ],
 )
 def test_a_redacted_url_keeps_its_public_parts(text, shown):
-    """Not the user, the password, nor what a parameter that sounds like a credential says; all else as it is."""
+    """User, password and the values of parameters that sound like credentials are removed, and nothing else."""
     assert redact(text) == shown
     assert redact(shown) == shown
 
@@ -88,12 +88,12 @@ def test_a_redacted_url_keeps_its_public_parts(text, shown):
     "piece", ["key", "?key", "a://", "s3://bucket/x|", "http://x,", "a.", "?", "@", ";a=b", "'", "a:/@", "token=x;"]
 )
 def test_it_takes_linear_time(piece):
-    """Sixteen times the text takes about sixteen times as long, and never 256 times, whatever is in it."""
+    """Sixteen times the text takes about sixteen times as long, and never 256 times."""
 
     def best_of_three(text):
         times = []
         for _ in range(3):
-            start = time.thread_time()  # whatever else the machine does
+            start = time.thread_time()  # does not depend on other programs
             redact(text)
             times.append(time.thread_time() - start)
         return min(times)
@@ -104,7 +104,7 @@ def test_it_takes_linear_time(piece):
 
 
 def test_errors_contain_no_secret():
-    """Every error of asel's goes through it; copies and pickles are what they were."""
+    """Every error of asel is redacted; copies and pickles keep their message."""
     error = StoreError("no answer from redis://me:hunter2@host", location="redis://me:hunter2@host")
     for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert (str(each), each.location) == ("no answer from redis://***@host", "redis://***@host")
@@ -155,7 +155,7 @@ ALLOWED = {
 
 
 def leaks(tree: ast.AST, module: str) -> list[str]:
-    """Return the expressions that reach a text as they are, though they may hold a secret."""
+    """Return the expressions that reach a text unredacted, although they may hold a secret."""
     found = []
 
     def visit(node: ast.AST, is_safe: bool) -> None:
@@ -192,7 +192,7 @@ def leaks(tree: ast.AST, module: str) -> list[str]:
 
 
 def mentioned(value: ast.AST):
-    """Give the names whose values are part of an expression's, those inside of `redact` or `type` aside."""
+    """Yield the names used in an expression, except inside `redact` or `type`."""
     if isinstance(value, ast.Call):
         name = ast.unparse(value.func)
         if name in ("redact", "type", "len", "text_of"):
@@ -223,7 +223,7 @@ def sources() -> dict[str, str]:
 
 @pytest.mark.parametrize("module", sorted(sources()))
 def test_no_message_contains_a_secret(module):
-    """In no f-string, log call, warning or print is there a URL, or another's error, that was not redacted."""
+    """No f-string, log call, warning or print contains an unredacted URL or error from other code."""
     assert leaks(ast.parse(sources()[module]), module) == []
 
 
@@ -268,7 +268,7 @@ def test_redacted_text_passes_the_leak_check(fine):
 
 @pytest.fixture(autouse=True)
 def _nothing_shows_it(caplog, capfd):
-    """Neither the log of any library, at any level, nor a warning, nor what is printed."""
+    """Check the logs of all libraries at every level, warnings and printed text."""
     caplog.set_level(logging.DEBUG)
     with warnings.catch_warnings(record=True) as warned:
         yield
@@ -280,7 +280,7 @@ def _nothing_shows_it(caplog, capfd):
 
 
 def refusal(work, *arguments, **options) -> str:
-    """Return what a call is refused with, having looked for the secret in all that a traceback shows."""
+    """Return the error of a refused call, after searching its whole traceback for the secret."""
     with pytest.raises(InvalidRequestError) as caught:
         work(*arguments, **options)
     lines = traceback.TracebackException.from_exception(caught.value).format(chain=True)
@@ -293,7 +293,7 @@ def refusal(work, *arguments, **options) -> str:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("by", ["argument", "OTEL_EXPORTER_OTLP_ENDPOINT", "each signal's own"])
 def test_a_collectors_password_is_sent_and_not_shown(monkeypatch, by):
-    """It goes into a header; `print(telemetry)` has neither it nor a token in the query."""
+    """It is sent as a header; `print(telemetry)` shows neither it nor a token in the query."""
     with receiving() as receiver:
         url = f"{receiver.endpoint.replace('//', f'//me:{SECRET}@')}?token={SECRET}"
         if by == "OTEL_EXPORTER_OTLP_ENDPOINT":
@@ -313,7 +313,7 @@ def test_a_collectors_password_is_sent_and_not_shown(monkeypatch, by):
 
 @pytest.mark.timeout(60)
 def test_a_header_is_sent_and_not_shown(monkeypatch):
-    """Credentials come that way, too."""
+    """Headers may contain credentials, too."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"authorization=Bearer {SECRET},x-tenant=a")
     with receiving() as receiver:
         with configure("service", receiver.endpoint) as telemetry:
@@ -326,7 +326,7 @@ def test_a_header_is_sent_and_not_shown(monkeypatch):
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_LOGS_HEADERS"])
 @pytest.mark.parametrize("headers", [SECRET, f"Authorization: Bearer {SECRET}", f"a=b,{SECRET}", f'a="{SECRET}"'])
 def test_headers_that_are_not_headers_are_refused_without_them(monkeypatch, name, headers):
-    """The exporter would leave them out, and write them into its log."""
+    """The exporter would ignore them, and log them."""
     monkeypatch.setenv(name, headers)
     assert refusal(configure, "service", "http://127.0.0.1:1") == (
         f"configure: {name} must be a list of name=value, separated by commas"
@@ -360,7 +360,7 @@ def test_a_misspelt_endpoint_is_refused_without_it(monkeypatch, url):
 
 @pytest.mark.parametrize("name", ["OTEL_METRIC_EXPORT_INTERVAL", "OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_PROTOCOL"])
 def test_a_url_in_the_wrong_variable_is_not_repeated(monkeypatch, name):
-    """It happens."""
+    """A common mistake."""
     monkeypatch.setenv(name, f"http://me:{SECRET}@host")
     assert "http://***@host" in refusal(configure, "service", "http://127.0.0.1:1")
 
@@ -398,7 +398,7 @@ def test_a_filter_cleans_messages_and_tracebacks():
 
 
 def test_a_filter_does_not_raise_into_the_call_that_logs(caplog):
-    """A format string that does not fit its arguments is shown as it is, cleaned."""
+    """A format string that does not fit its arguments is shown unformatted, without secrets."""
     log = logging.getLogger("asel.test")
     hidden = SecretFilter(["hunter2"])
     log.addFilter(hidden)
@@ -421,7 +421,7 @@ ECHOED = {
 @pytest.mark.parametrize("change", [str, str.lower, str.upper])
 @pytest.mark.parametrize("source", [*ECHOED, "bearer", "basic", "header", "signal's header", "encoded header"])
 def test_a_collector_that_repeats_a_credential_does_not_get_it_into_the_log(monkeypatch, caplog, source, change):
-    """401, with the credential in the text beside it: as it was sent, decoded, or in part."""
+    """A 401 whose text repeats the credential: as it was sent, decoded, or in part."""
     headers = {
         "bearer": ("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer first-one"),
         "basic": ("OTEL_EXPORTER_OTLP_HEADERS", f"authorization=Basic {base64.b64encode(b'first-one').decode()}"),
@@ -476,7 +476,7 @@ REDIS = [
 
 @pytest.mark.parametrize("url", REDIS, ids=str)
 def test_a_store_that_cannot_be_opened_is_refused_without_its_url(url):
-    """As path, as shipped, and by the function below both."""
+    """As `path`, as a shipped document, and by the function that opens both."""
     refusal(open_store, url)
     refusal(PersistentCache, "op", url)
     refusal(PersistentCache, "op", "somewhere", shipped=[url])
@@ -484,7 +484,7 @@ def test_a_store_that_cannot_be_opened_is_refused_without_its_url(url):
 
 
 def watched(persistent, costs=COSTS, **script):
-    """Return a chain, and what collects all that it tells."""
+    """Return a selector, and the collector of its events, spans and logs."""
     captured, sink = CapturedTelemetry(), RecordingSink()
     tuner, _ = scripted(costs, **script)
     chain = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=persistent, sinks=[*captured.sinks, sink])
@@ -499,7 +499,7 @@ def told(captured, sink) -> str:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("trouble", ["nobody", "wrong password", "not Redis", "no such database"])
 def test_events_and_logs_of_a_failing_redis_have_no_secret(trouble, real_backend):
-    """Errors, events, spans, log entries, explanations: asked for by a chain, and by a user."""
+    """Errors, events, spans, log entries and explanations, of a selector and of a user's own calls."""
     with receiving() as http, RedisServer(password="another" if trouble == "wrong password" else SECRET) as server:
         ports = {"nobody": 1, "not Redis": http.endpoint.rpartition(":")[2]}
         db = 99 if trouble == "no such database" else 0
@@ -523,7 +523,7 @@ def test_events_and_logs_of_a_failing_redis_have_no_secret(trouble, real_backend
 
 
 class Leaky(DirectoryStore):
-    """A store of a user's, that has its password in its location and in what it raises."""
+    """A user's store with its password in its location and in its errors."""
 
     location = f"db://me:{SECRET}@host/table"
 
@@ -540,7 +540,7 @@ class Leaky(DirectoryStore):
 
 @pytest.mark.anyio
 async def test_a_users_own_store_shows_no_secret_through_asel(tmp_path):
-    """Whatever it raises, and however it calls its place."""
+    """Its location and its errors are redacted."""
     persistent = PersistentCache("op", Leaky(tmp_path))
     assert repr(persistent) == "PersistentCache('op', 'db://***@host/table')"
     assert persistent.path == "db://***@host/table"
@@ -570,7 +570,7 @@ async def test_a_candidates_error_shows_no_secret():
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("url", [f"http://me:{SECRET}@127.0.0.1:1?token={SECRET}", *MISSPELT])
 def test_the_command_line_shows_no_secret(monkeypatch, url):
-    """Neither when the collector does not answer, nor when the URL is refused."""
+    """Even if the collector does not answer, or the URL is refused."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
 
     async def tell(demo):

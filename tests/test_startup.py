@@ -1,4 +1,4 @@
-"""What `import asel` imports, by name: a time would depend on the machine (`benchmarks/startup.py` prints it)."""
+"""The modules that `import asel` imports; a time would depend on the machine (`benchmarks/startup.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-# What nobody pays for who does not use it. Of OpenTelemetry, the API alone is imported.
+# Modules that are imported only when they are used. Of OpenTelemetry, only the API is imported at once.
 SLOW = ("jax", "jaxlib", "numpy", "opentelemetry.sdk", "pydantic", "filelock", "coredis", "rich", "typer", "structlog")
 ROOMS_OF_THEIR_OWN = ("asel.cli", "asel.integrations", "asel.web", "asel.testing")
 
@@ -24,7 +24,7 @@ print(json.dumps([at_import, loaded()]))
 
 
 def test_importing_asel_imports_nothing_slow():
-    """Not even making a selector does: its default telemetry and its tuner import what they need when they need it."""
+    """Even making a selector does not: its default telemetry and its tuner import modules on first use."""
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     at_import, with_a_selector = json.loads(result.stdout)
     assert [name for name in at_import if name.startswith("asel")] == ["asel", "asel.errors", "asel.redaction"]

@@ -1,4 +1,4 @@
-"""The tools we give to our users' tests, checked against the real thing."""
+"""The tools for our users' tests, checked against the real thing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_virtual_and_real_time_give_the_same_events(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_still_report_to_a_loop_in_virtual_time(backend):
-    """With no task asleep the loop really waits, and hears of a thread's result."""
+    """If no task sleeps the loop really waits for a thread's result."""
     gate = threading.Event()
 
     async def main():
@@ -84,14 +84,14 @@ def test_threads_still_report_to_a_loop_in_virtual_time(backend):
 
 
 def test_an_unknown_backend_is_refused():
-    """Bad input names what would have been right."""
+    """The error lists the valid names."""
     with pytest.raises(InvalidRequestError, match="'asyncio' and 'trio'"):
         virtual_backend("curio")
 
 
 @pytest.mark.anyio
 async def test_a_scripted_measure_follows_its_script():
-    """Costs, compile times, failures and hangs come as written, and what was asked for is recorded."""
+    """Costs, compile times, failures and hangs follow the script, and requests are recorded."""
     measure = ScriptedMeasure(
         {1: 0.5, 2: 0.25, 3: 1.0, 4: 1.0, 5: 1.0},
         compile_s=2.0,
@@ -108,7 +108,7 @@ async def test_a_scripted_measure_follows_its_script():
 
 @pytest.mark.anyio
 async def test_a_fake_device_is_keyed_and_tuned_for_like_a_real_one():
-    """Calls whose arguments live on other hardware have keys of their own, and take that platform's variants."""
+    """Calls with arguments on other hardware have their own keys, and use that platform's variants."""
 
     class ForGpu(Toy):
         def heuristic_cfg_gpu(self, inv):
@@ -125,7 +125,7 @@ async def test_a_fake_device_is_keyed_and_tuned_for_like_a_real_one():
 
 
 def test_importing_asel_and_its_testing_tools_does_not_import_jax():
-    """The engine loads without JAX; what needs it imports it when it is first used."""
+    """JAX is imported on first use."""
     code = "import sys, asel, asel.testing, asel.cli; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -133,7 +133,7 @@ def test_importing_asel_and_its_testing_tools_does_not_import_jax():
 @pytest.mark.anyio
 @pytest.mark.parametrize("strategy", ["race", "exhaustive"])
 async def test_recorded_timings_can_be_replayed(strategy):
-    """Strategies are compared on what was measured once, with no device and in no time."""
+    """Strategies are compared on recorded timings, without a device and at once."""
     measure = ReplayMeasure({"a": [0.3, 0.31], "b": [0.1, 0.11], "c": [5.0, 5.1]}, seed=1)
     report = await Tuner(1, 3, measure=measure, strategy=strategy).tune(
         tune_of(("a", "b", "c"), lambda cfg: None, (), {})
@@ -149,7 +149,7 @@ async def test_recorded_timings_can_be_replayed(strategy):
 
 @pytest.mark.anyio
 async def test_a_replay_begins_at_the_same_round_for_all():
-    """What slowed a round slows all of its samples again, so strategies that pair them are told no lies."""
+    """A recorded round is replayed as a round, so that strategies can compare within it."""
     timings = {"a": [1.0, 2.0, 3.0], "b": [10.0, 20.0, 30.0]}
     for seed in range(5):
         measure = ReplayMeasure(timings, seed)
@@ -162,7 +162,7 @@ async def test_a_replay_begins_at_the_same_round_for_all():
 
 @pytest.mark.anyio
 async def test_a_report_on_configs_that_cannot_be_hashed_can_be_replayed():
-    """Configs may be dicts, here too."""
+    """Configs may be dicts here, too."""
     configs = [{"m": 1}, {"m": 2}]
     first = ScriptedMeasure(lambda cfg: cfg["m"] / 10)
     report = await Tuner(measure=first).tune(tune_of(tuple(configs), lambda cfg: None, (), {}))

@@ -12,18 +12,18 @@ __all__ = ["Asked", "Statistics", "asking", "inside_a_tune", "tune_context"]
 
 
 class Asked(NamedTuple):
-    """A call without an answer yet: the number by which telemetry identifies it, and the time it was made."""
+    """A call that has no answer yet: its number, which identifies it in telemetry, and its time."""
 
     id: int
     start: float
 
 
 asking: ContextVar[Asked | None] = ContextVar("asel_asking", default=None)
-"""The call that the current task is walking the tiers for. Holds no arrays, since events keep it until delivery."""
+"""The call for which the current task walks the tiers. It holds no arrays, since events keep it until delivery."""
 
 tune_context: ContextVar[str] = ContextVar("asel_inside_a_tune", default="")
 inside_a_tune = tune_context.get
-"""The id of the running tune, also in code that its candidates call: a tune that waited for a tune could deadlock."""
+"""The id of the running tune, also inside its candidates: waiting for a tune from there could deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Statistics:
     """A snapshot of a selector's tunes, waiters and background queue."""
 
     pending: Mapping[str, int]
-    """Tunes in flight, by op."""
+    """Running tunes, by op."""
     waiters: Mapping[str, int]
-    """Callers waiting for them, by op."""
+    """Callers that wait for a tune, by op."""
     queued: int
-    """Keys still waiting in the background queue."""
+    """Keys in the background queue."""
 
     @classmethod
     def of(cls, tunes: Iterable[tuple[str, int]], queued: int) -> Statistics:

@@ -1,4 +1,4 @@
-"""Exact counts of the answers of each tier, safe to add to from any thread."""
+"""Exact counts of the answers by op and tier, from any thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AnswerCounters"]
 class AnswerCounters:
     """Counts the answers of each tier for each op.
 
-    `hits[op]()` counts an answer from memory in a single call, and returns a number that grows with each.
+    `hits[op]()` counts an answer from memory in a single call, and returns a number that grows with every call.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class AnswerCounters:
         self.hits = _Hits(self)
 
     def clear(self) -> None:
-        """Begin at zero, with new locks: a forked child counts its own selections."""
+        """Start from zero with new locks, as in a forked child, which counts its own selections."""
         self._counts.clear()
         self.hits.clear()
 

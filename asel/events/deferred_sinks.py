@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeferredSinks", "listen_again"]
 
-# Sinks that count get one hit in 64, and silent sinks are asked again that often.
+# Sinks with counters are offered one hit in 64, and silent sinks are asked again that often.
 _EVERY_64TH = 63
 _Writers = tuple[Callable[[Event, int], object], ...]
 
@@ -29,12 +29,12 @@ class DeferredSinks:
 
     Sinks are called in the event's own context, so they see the caller's span and structlog's context variables.
 
-    While all of them are silent, hits are counted and nothing else is done. Whether they still are is
-    asked with every 64th hit of an op, with every other event that one of them wants, and by `listen_again`.
+    While all of them are silent, hits are only counted. Their silence is checked again with every 64th hit of an op,
+    with every other event that one of them wants, and by `listen_again`.
     """
 
     def __init__(self, sinks: Iterable[Sink], pipeline: Pipeline | None) -> None:
-        # Spans before the rest: measurements and log entries refer to them.
+        # Sinks that make spans come first: measurements and log entries refer to the current span.
         self.routes = tuple(sorted(map(Route, sinks), key=lambda route: not route.sink.makes_spans))
         self._pipeline = pipeline
         self._clock: LoopHandle | None = None
@@ -52,16 +52,16 @@ class DeferredSinks:
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """Begin anew in a forked child: the parent finishes the work of its own sinks."""
+        """Start afresh in a forked child: the parent finishes its own events."""
         for route in self.routes:
             route.call("renew", route.sink.renew)
 
     def wants(self, kind: type[Event]) -> bool:
-        """Tell whether anyone looks at events of this kind, or counts them."""
+        """Return whether any sink wants or counts events of this kind."""
         return (bool(self._counters) and issubclass(kind, Answer)) or any(route.wants(kind) for route in self.routes)
 
     def hit(self, key: CacheKey, cfg: Any, start: float) -> None:
-        """Take an answer from the fast lane: counted here, all else later."""
+        """Handle an answer from the fast lane: count it now, and queue it for the sinks that want it."""
         nth = 1
         for counters in self._counters:
             nth = counters.hits[key[1]]()
@@ -69,7 +69,7 @@ class DeferredSinks:
             return
         timed = not nth & _EVERY_64TH
         if timed:
-            self._listen()
+            self._check_silence()
         takers = 0
         for bit, wants_hit, route in self._askers + self._askers_when_timed if timed else self._askers:
             try:
@@ -85,21 +85,21 @@ class DeferredSinks:
             self._hand_over(CacheHit, entry)
 
     def _writers_of(self, takers: int) -> _Writers:
-        """Return the sinks whose bits are set. Always the same tuple: the garbage collector counts queued objects."""
+        """Return the sinks whose bits are set; equal bits give one tuple, since many hits may be queued."""
         if takers not in self._writers:
             writers = tuple(route.write for place, route in enumerate(self.routes) if takers & 1 << place)
             self._writers[takers] = writers
         return self._writers[takers]
 
-    def _listen(self) -> None:
-        """See whether anyone listens, as things are configured by now."""
+    def _check_silence(self) -> None:
+        """Ask the sinks again whether they are silent."""
         # Without counters there would be no 64th hit, so the sinks would never be asked again.
         self._is_silent = bool(self._counters) and all(
             route.call("is_silent", route.sink.is_silent) for route in self.routes if route.sink.counters is None
         )
 
     def emit(self, event: Event) -> None:
-        """Take an event, for the sinks that want its kind."""
+        """Queue an event for the sinks that want its kind."""
         kind = type(event)
         if isinstance(event, Answer) and event.key is not None and event.tier != "left":
             for counters in self._counters:
@@ -107,7 +107,7 @@ class DeferredSinks:
         writers = tuple(route.write for route in self.routes if route.wants(kind))
         if writers:
             if self._is_silent:
-                self._listen()
+                self._check_silence()
             self._hand_over(kind, (_deliver, writers, copy_context(), self._clock, event))
 
     def _hand_over(self, kind: type[Event], entry: QueueEntry) -> None:
@@ -118,18 +118,18 @@ class DeferredSinks:
             deliver(*args)
 
     def announce(self, kind: type[Event], **facts: Any) -> None:
-        """Emit an event about the telemetry itself."""
+        """Deliver an event about the telemetry itself."""
         now = self._now()
         event = kind(key=None, start=now, end=now, **facts)
         writers = tuple(route.write for route in self.routes if route.wants(kind))
         _deliver(writers, copy_context(), self._clock, event)
 
     def watch(self, loop: LoopHandle, statistics: Callable[[], Any] | None) -> None:
-        """Read event times as this loop's, and show a selector's statistics to the sinks that measure."""
+        """Take event times from this loop's clock, and pass a selector's statistics to the sinks."""
         self._clock, self._now = loop, loop.now
         for route in self.routes:
             route.call("watch", route.sink.watch, loop, statistics)
-        self._listen()
+        self._check_silence()
 
     @property
     def is_flushed(self) -> bool:
@@ -138,7 +138,7 @@ class DeferredSinks:
         return delivered and not any(route.has_flush for route in self.routes)
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until all events emitted so far are handled; return how many are not after `timeout_s`."""
+        """Wait until all events emitted so far are handled; return the number left after `timeout_s`."""
         until = time.monotonic() + timeout_s
         late = self._pipeline is not None and not self._pipeline.flush(timeout_s)
         for route in self.routes:
@@ -157,13 +157,13 @@ def _deliver(writers: _Writers, context: Any, clock: LoopHandle | None, event: E
 
 
 def _write_all(writers: _Writers, event: Event, epoch_ns: int) -> None:
-    # In a context of the event's own: a sink that makes a span leaves it there for the next.
+    # Runs in the event's own context: a sink that makes a span leaves it there for the next sink.
     for write in writers:
         write(event, epoch_ns)
 
 
 def _epoch_ns(clock: LoopHandle | None) -> int:
-    """Return when a clock was at zero; without a loop, the clock is the system's monotonic one."""
+    """Return the Unix time of a clock's zero; without a loop, of the system's monotonic clock."""
     return time.time_ns() - time.monotonic_ns() if clock is None else clock.epoch_ns()
 
 
@@ -171,6 +171,6 @@ _all_deferred: weakref.WeakSet[DeferredSinks] = weakref.WeakSet()
 
 
 def listen_again() -> None:
-    """Have all deferred sinks asked about each hit until the next check: telemetry was set up."""
+    """Ask all deferred sinks about each hit again: telemetry was set up, so they may not be silent any more."""
     for sinks in list(_all_deferred):
         sinks._is_silent = False

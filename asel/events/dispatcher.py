@@ -1,9 +1,9 @@
-"""Hands each event to every sink, and keeps the sinks from hurting each other.
+"""Hands each event to every sink, so that no sink harms another.
 
-Sinks are called from the telemetry thread, those with `on_loop = True` and the callback `on_event` on the event
-loop. Every selection waits for the latter, so one that is slow is named in a warning: over 10 ms in two of a hundred
-calls in a row, or over half a second once. A pause of the garbage collector, or a first call that opens a file,
-is not enough.
+Sinks are called from the telemetry thread; those with `on_loop = True` and the callback `on_event` are called on the
+event loop. Every selection waits for the latter, so a slow one is named in a warning: one that takes over 10 ms twice
+within a hundred calls, or over half a second once. A single pause of the garbage collector, or a first call that opens
+a file, is not enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Callback(BaseSink):
 
 
 class _TimedRoute(Route):
-    """The route to a sink that is called on the event loop; warns once if the sink is slow."""
+    """A route to a sink that is called on the event loop. It warns once if the sink is slow."""
 
     __slots__ = ("_calls", "_slow_at", "_warned")
 
@@ -58,9 +58,9 @@ class _TimedRoute(Route):
         super().emit(event)
         self._calls += 1
         if (took_s := perf_counter() - start) > _SLOW_S:
-            self._was_slow(took_s)
+            self._note_slow_call(took_s)
 
-    def _was_slow(self, took_s: float) -> None:
+    def _note_slow_call(self, took_s: float) -> None:
         again = took_s > _FAR_TOO_SLOW_S or self._calls - self._slow_at < _SLOW_WITHIN_CALLS
         self._slow_at = self._calls
         if not again or self._warned:
@@ -80,11 +80,11 @@ class _TimedRoute(Route):
 
 
 class Dispatcher:
-    """Hands each event to every sink, and keeps a failing one from hurting the rest.
+    """Hands each event to every sink.
 
-    `now` is the clock of event times: the loop's, once there is one. `listening` is True if there is any
-    sink. `hit(key, cfg, start)` takes an answer from the fast lane. `statistics` is handed to
-    the sinks that watch. `DeferredSinks` among the sinks keep the pipeline they have.
+    `now` is the clock of event times: the loop's clock, once there is a loop. `listening` is True iff there is a sink.
+    `hit(key, cfg, start)` takes an answer from the fast lane. `statistics` is passed to the `watch` method of every
+    sink. `DeferredSinks` among the sinks keep their own pipeline.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Dispatcher:
         self.hit = self._deferred[0].hit if len(self._deferred) == 1 and not self._inline else self._hit
 
     def bind(self, loop: LoopHandle) -> None:
-        """Hand events over to this loop from now on, and take the time from it."""
+        """Call the sinks of the loop in this loop from now on, and use its clock."""
         if self._loop is not None and self._loop.native is loop.native and self._loop.is_current():
             return
         self._loop = loop
@@ -131,7 +131,7 @@ class Dispatcher:
             route.call("watch", route.sink.watch, loop, self._statistics)
 
     def add(self, sink: Sink) -> None:
-        """Hand events to a sink of the loop's as well."""
+        """Add a sink that is called on the loop."""
         self._inline = (*self._inline, _TimedRoute(sink))
         self._arrange()
 
@@ -140,7 +140,7 @@ class Dispatcher:
         self._arrange()
 
     def wants(self, kind: type[Event]) -> bool:
-        """Tell whether anyone would look at an event of this kind."""
+        """Return whether any sink wants events of this kind."""
         return any(deferred.wants(kind) for deferred in self._deferred) or self._loop_wants(kind)
 
     def _loop_wants(self, kind: type[Event]) -> bool:
@@ -153,7 +153,7 @@ class Dispatcher:
             self._call_on_loop(CacheHit.from_memory(key, cfg, start, self.now()))
 
     def __call__(self, event: Event) -> None:
-        """Give an event to the sinks; to those of the loop at once in the loop's thread, soon from any other."""
+        """Hand an event to the sinks. From another thread, sinks of the loop get it soon rather than at once."""
         for deferred in self._deferred:
             deferred.emit(event)
         if self._inline:
@@ -175,7 +175,7 @@ class Dispatcher:
         return all(deferred.is_flushed for deferred in self._deferred) and not any(r.has_flush for r in self._inline)
 
     def close(self, timeout_s: float) -> None:
-        """Have every sink finish its events, within `timeout_s`. Blocks, so it is never called on the loop."""
+        """Wait until every sink has finished its events, `timeout_s` at most. Blocks, so never call it on the loop."""
         deadline = monotonic() + timeout_s
         for route in self._inline:
             route.flush(max(0.0, deadline - monotonic()))

@@ -1,11 +1,11 @@
 """The queue in front of the telemetry thread, which works in short bursts.
 
-Making a span, rendering a log entry or recording a measurement costs tens of microseconds; putting a
-tuple into a queue costs one. A thread that never rests would hold the interpreter while the event loop
-wants it, so this one works for a millisecond and rests for four.
+Making a span, rendering a log entry or recording a measurement costs tens of microseconds; putting a tuple into a
+queue costs one. A thread that never rests would compete with the event loop for the interpreter, so this one works for
+a millisecond and rests for four.
 
-Over the queue's ceiling hits are shed, over twice the ceiling the other answers too; events of tunes, stores
-and errors are never shed. Every event offered is handled, shed and counted, or still queued.
+Above the queue's ceiling hits are shed, above twice the ceiling other answers too; events of tunes, stores and errors
+are never shed. Every event offered is delivered, shed and counted, or still queued.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HITS = (CacheHit, Override, OverlayHit)
 _EXIT_GRACE_S = 1.0
 
 QueueEntry = tuple[Callable[..., object], *tuple[Any, ...]]
-"""An entry of the queue: a function that delivers an event, and its arguments."""
+"""A queued event: the function that delivers it, and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class PipelineStatistics:
 
 
 class Source(Protocol):
-    """An object that offers events. `announce` tells it, in the pipeline's thread, that some of them were shed."""
+    """An object that offers events. In the pipeline's thread, `announce` reports to its sinks that events are shed."""
 
     def announce(self, kind: type[Event], **facts: Any) -> None: ...
 
 
 class Pipeline:
-    """A queue of events on their way to sinks, and the thread that takes them there.
+    """A queue of events, and the thread that delivers them to sinks.
 
     The thread starts with the first event and sleeps while there is none. A forked child begins with an empty
     queue and its own thread: the parent delivers the events that were queued.
@@ -85,7 +85,7 @@ class Pipeline:
         _pipelines.add(self)
 
     def renew(self) -> None:
-        """Begin with an empty queue and no thread."""
+        """Start afresh, with an empty queue and no thread."""
         self._queue: deque[QueueEntry] = deque()
         self._shed = {"ceiling": Count(), "closed": Count()}
         self._emitted = 0
@@ -94,14 +94,14 @@ class Pipeline:
         self._mail = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
-        # True iff the thread waits for mail, or there is none: the next `offer` has to wake it.
+        # True iff the thread waits for mail or does not exist: the next `offer` has to wake it.
         self._asleep = True
-        # The callers that wait for the queue to drain, and how many of their marks are in the queue.
+        # The callers that wait for the queue to drain, and the number of their marks in the queue.
         self._flushes: set[threading.Event] = set()
         self._marks = 0
-        # The source of the event that was shed last. While events are being shed: the source that was told, and the
-        # number shed before. Then the number shed at the last check.
+        # The source of the event that was shed last.
         self._shed_from: Source | None = None
+        # While events are shed: the source that announced it, and the number shed before.
         self._shedding: tuple[Source, int] | None = None
         self._shed_at_last_check = 0
 
@@ -138,7 +138,7 @@ class Pipeline:
     def _run(self) -> None:
         while not self._closed:
             self._work()
-            # While a flush waits, which is when a selector closes, the thread works four times as long as it rests.
+            # During a flush, as when a selector closes, work and rest change places.
             time.sleep(min(self._work_s, self._rest_s) if self._flushes else self._rest_s)
             if not self._queue and self._shedding is None:
                 self._sleep()
@@ -147,7 +147,7 @@ class Pipeline:
     def _sleep(self) -> None:
         self._mail.clear()
         self._asleep = True
-        if self._queue or self._closed:  # offered before `_asleep` could be seen, so no `offer` will wake the thread
+        if self._queue or self._closed:  # offered before `_asleep` was set, so no `offer` will wake the thread
             self._asleep = False
         else:
             self._mail.wait()
@@ -159,12 +159,12 @@ class Pipeline:
             self._in_hand = 1  # set before the event leaves the queue, so that it is always counted
             try:
                 deliver, *args = self._queue.popleft()
-            except IndexError:  # `close` was quicker
+            except IndexError:  # `close` took it first
                 self._in_hand = 0
                 break
-            if deliver == self._reach:  # a mark, which is not an event
+            if deliver == self._set_mark:  # a mark, which is not an event
                 self._in_hand = 0
-                self._reach(*args)
+                self._set_mark(*args)
                 continue
             try:
                 deliver(*args)
@@ -177,7 +177,7 @@ class Pipeline:
         except BaseException:
             logger.exception("an event could not be delivered")
 
-    def _reach(self, mark: threading.Event) -> None:
+    def _set_mark(self, mark: threading.Event) -> None:
         with self._lock:
             self._marks -= 1
         mark.set()
@@ -200,7 +200,7 @@ class Pipeline:
         return not self._queue and not self._in_hand
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until the events queued now are handled; False if that takes longer. Blocks: not for event loops."""
+        """Wait until the events queued now are handled; False after `timeout_s`. Blocks: not for event loops."""
         if self.is_flushed:
             return True
         if self._thread is None or self._thread is threading.current_thread():
@@ -210,7 +210,7 @@ class Pipeline:
         try:
             with self._lock:
                 self._marks += 1
-                self._queue.append((self._reach, mark))
+                self._queue.append((self._set_mark, mark))
             if self._asleep:
                 self._wake()
             return mark.wait(timeout_s)
@@ -218,23 +218,23 @@ class Pipeline:
             self._flushes.discard(mark)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Flush, and take no more; events that cannot be handled in time are shed and counted."""
+        """Flush, then refuse further events; events that are not handled in time are shed and counted."""
         flushed = self.flush(timeout_s)
         self._closed = True
         while self._queue:
             try:
                 deliver, *args = self._queue.popleft()
-            except IndexError:  # the thread was quicker
+            except IndexError:  # the thread took it first
                 break
-            if deliver == self._reach:
-                self._reach(*args)
+            if deliver == self._set_mark:
+                self._set_mark(*args)
             else:
                 self._shed["closed"].add()
         self._mail.set()
         return flushed
 
     def statistics(self) -> PipelineStatistics:
-        """Return the counts of all events offered; exact if none arrives meanwhile."""
+        """Return the counts of all events offered; exact unless events arrive during the call."""
         shed = {reason: count.value for reason, count in self._shed.items()}
         return PipelineStatistics(self._emitted, shed, len(self._queue) - self._marks + self._in_hand)
 
@@ -247,13 +247,13 @@ _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 @functools.cache
 def shared_pipeline() -> Pipeline:
-    """Return the pipeline of every selector in this process: there is one interpreter to be gentle with."""
+    """Return the pipeline that all selectors of this process share."""
     return Pipeline()
 
 
 @functools.cache
 def _flush_at_exit() -> None:
-    # Registered with the first event, so that it runs before the SDK's own hooks, which came earlier.
+    # Registered at the first event, after the SDK's own exit hooks, so that it runs before them.
     atexit.register(_flush_all)
 
 

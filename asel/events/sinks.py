@@ -1,4 +1,4 @@
-"""The `Sink` protocol, its optional methods, and the route that contains a sink's failures."""
+"""The `Sink` protocol, its optional methods, and routes, which contain the failures of sinks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["PROGRAM_EXITS", "BaseSink", "Route", "Sink"]
 
 logger = logging.getLogger("asel")
-# A sink's own CancelledError would look like a cancellation of the task that emits. These two are the program's.
+# The only exceptions that pass through: a sink's own CancelledError must not look like the emitting task's.
 PROGRAM_EXITS = (KeyboardInterrupt, SystemExit)
 
 
@@ -24,58 +24,58 @@ class Sink(Protocol):
     """A destination of events: any object with an `emit(event)`.
 
     It is called from the telemetry thread, in the caller's context, so that no selection waits for it. A sink with
-    `on_loop = True` is called on the event loop instead, before the selection returns. It may define `wants`, `watch`
-    and `flush` as `BaseSink` has them; to define more of them, inherit from `BaseSink`.
+    `on_loop = True` is called on the event loop instead, before the selection returns. A sink may also define `wants`,
+    `watch` and `flush`, as `BaseSink` does; to define any other method of `BaseSink`, inherit from it.
     """
 
     def emit(self, event: Event) -> None: ...
 
 
 class BaseSink:
-    """A sink's optional parts, with their defaults."""
+    """The optional attributes and methods of sinks, with their defaults."""
 
     on_loop: bool = False
-    """Whether it is called on the event loop: for quick sinks that touch objects of the loop."""
+    """Whether to call the sink on the event loop. For quick sinks that touch objects of the loop."""
     makes_spans: bool = False
-    """Whether it leaves a span current, for the sinks after it."""
+    """Whether the sink leaves its span current for other sinks. Such sinks are called first."""
     counters: AnswerCounters | None = None
-    """Counters that count every answer for the sink, which then gets only one in 64 hits from the fast lane."""
+    """If set, these count every answer, and the sink is offered only one in 64 hits from the fast lane."""
 
     def emit(self, event: Event) -> None:
-        """Take an event."""
+        """Handle an event."""
         raise NotImplementedError
 
     def emit_at(self, event: Event, epoch_ns: int) -> None:
-        """Take an event in the telemetry thread; its clock was at zero `epoch_ns` nanoseconds after 1970 began."""
+        """Handle an event in the telemetry thread; `epoch_ns` is the Unix time, in nanoseconds, of its clock's zero."""
         self.emit(event)
 
     def wants(self, kind: type[Event]) -> bool:
-        """Tell whether to make events of this kind. Asked by every caller, so it must be quick."""
+        """Return whether to make events of this kind. Every selection calls this, so it must be quick."""
         return True
 
     def wants_hit(self) -> bool:
-        """Tell the same of one hit from the fast lane, in the caller's context."""
+        """Return whether to make the event of one hit from the fast lane. Called in the caller's context."""
         return self.wants(CacheHit)
 
     def is_silent(self) -> bool:
-        """Tell whether the sink ignores all hits, whatever their context: it is then not asked about each."""
+        """Return whether the sink ignores all hits in any context; then `wants_hit` is not called for each."""
         return False
 
     def watch(self, loop: LoopHandle, statistics: Callable[[], Any] | None) -> None:
-        """Note a selector and the loop it runs in."""
+        """Receive the loop and the statistics of a selector that uses this sink."""
 
     def observe(self, pipeline: Pipeline) -> None:
-        """Note the queue that events come through."""
+        """Receive the queue that events come through."""
 
     def flush(self, timeout_s: float) -> object:
-        """Finish the events taken so far, within `timeout_s`; called from a thread when a selector closes."""
+        """Finish the events received so far, within `timeout_s`. Called from a thread when a selector closes."""
 
     def renew(self) -> None:
-        """Begin anew in a forked child."""
+        """Start afresh in a forked child."""
 
 
 class _Adapter(BaseSink):
-    """A sink that inherits from nothing. Of a `BaseSink`'s methods it may define the four named here."""
+    """Gives a sink that inherits from nothing the other methods of `BaseSink`."""
 
     def __init__(self, sink: Any) -> None:
         names = ("emit", "wants", "watch", "flush")
@@ -83,7 +83,7 @@ class _Adapter(BaseSink):
 
 
 class Route:
-    """The route to one sink. An exception of the sink is reported once and goes no further."""
+    """The calls to one sink. The first exception of the sink is logged; none goes any further."""
 
     __slots__ = ("_failed", "given", "name", "sink")
 
@@ -120,7 +120,7 @@ class Route:
             return None
 
     def report(self, what: str) -> None:
-        """Log the exception that the sink has just raised, if it is its first."""
+        """Log the exception being handled, if it is the sink's first."""
         if not self._failed:
             self._failed = True
             logger.exception("the sink %s failed on %r; it is kept, and not reported again", self.name, what)

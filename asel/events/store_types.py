@@ -16,19 +16,19 @@ __all__ = ["ClaimWait", "Persisted", "RecordRejected", "StoreFailed", "StoreRead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persisted(Event):
-    """A tune's result reached the store. `adopted`: another writer was first, and its config counts."""
+    """A tune's result reached the store. If `adopted`, the store already had a record, whose config is used."""
 
     name: ClassVar[str] = "persisted"
     tune_id: str
     cfg: Any
     adopted: bool
     conflict: Literal["duplicated_key", "key_out_of_sync"] | None = None
-    """Whether this process or another was first."""
+    """Whether this process or another wrote that record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRead(Event):
-    """The store was asked for a record, and answered."""
+    """The store answered a read."""
 
     name: ClassVar[str] = "store_read"
     found: bool
@@ -36,7 +36,7 @@ class StoreRead(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRejected(Event):
-    """The store holds a value that is not a record, or not one for this key; it counts as a miss."""
+    """The store has no valid record at this key, but something else. It counts as a miss."""
 
     name: ClassVar[str] = "record_rejected"
     severity: ClassVar[Severity] = "warning"
@@ -46,10 +46,10 @@ class RecordRejected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimWait(Event):
-    """The right to tune a key was asked for, from a store that other processes share.
+    """A tune asked a shared store for the right to tune its key.
 
-    `held`: this process tunes. `record`: another process's result arrived meanwhile. `timed_out`: the holder of
-    the claim may be stuck, and this process tunes, too.
+    `held`: this process tunes. `record`: another process's result arrived in the meantime. `timed_out`: the holder
+    of the claim may be stuck, so this process tunes as well.
     """
 
     name: ClassVar[str] = "claim_wait"
@@ -59,7 +59,7 @@ class ClaimWait(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRecovered(Event):
-    """The store answers again, after `failing_s` seconds in which it did not."""
+    """The store works again, after an outage of `failing_s` seconds."""
 
     name: ClassVar[str] = "store_recovered"
     severity: ClassVar[Severity] = "info"
@@ -69,7 +69,7 @@ class StoreRecovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFailed(Event):
-    """The store stopped answering; its tier declined. Emitted once for each outage."""
+    """An outage of the store began; its tier declines. Emitted once for each outage."""
 
     name: ClassVar[str] = "store_error"
     severity: ClassVar[Severity] = "warning"
@@ -85,7 +85,7 @@ class StoreFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRetry(StoreFailed):
-    """The store was tried again after a rest, and failed again."""
+    """The store was tried during an outage, and failed again."""
 
     name: ClassVar[str] = "store_retry"
     severity: ClassVar[Severity] = "debug"

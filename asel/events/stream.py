@@ -18,10 +18,10 @@ __all__ = ["EventStream"]
 
 
 class EventStream(BaseSink, ObjectReceiveStream[Event]):
-    """The events as they happen, for one reader.
+    """A bounded stream of events for one reader.
 
-    Holds at most `buffer` of them: when the reader falls behind, the oldest are dropped and counted
-    in `dropped`. Ends when the selector closes.
+    It holds at most `buffer` events: if the reader falls behind, the oldest are dropped and counted in `dropped`. It
+    ends when the selector closes.
     """
 
     on_loop = True
@@ -45,12 +45,12 @@ class EventStream(BaseSink, ObjectReceiveStream[Event]):
         self._wake()
 
     def end(self) -> None:
-        """Let the reader finish what is buffered, and stop."""
+        """End the stream after the buffered events."""
         self._ended = True
         self._wake()
 
     def _wake(self) -> None:
-        # A selector that is not open may be asked in several loops; its events go to the last one it was bound to.
+        # A selector without `async with` may be used in several loops, so events may come from another one.
         if self._loop.is_current():
             self._arrived.set()
         else:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from asel.events.types import Event, Interval, Severity
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "AutotuneFailed",
@@ -25,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneStart(Event):
-    """A tune began. `background`: the caller that caused it does not wait for it."""
+    """A tune began. If `background`, the caller that began it does not wait for it."""
 
     name: ClassVar[str] = "autotune_start"
     severity: ClassVar[Severity] = "info"
@@ -47,8 +44,10 @@ class CandidateStart(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateMeasured(Event):
-    """A candidate ran. `compiled` has `(start, end)` of each step of compiling it: one that is tried again
-    after the others has two. `measured` goes from its first sample to its last.
+    """A candidate was measured.
+
+    `compiled` has the start and end of each attempt to compile it; a candidate that is tried again after the others
+    has two. `measured` is the interval from its first sample to its last.
     """
 
     name: ClassVar[str] = "candidate_measured"
@@ -66,7 +65,7 @@ class CandidateMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateFailed(Event):
-    """A candidate failed, or took too long. `still_busy`: its thread has not come back."""
+    """A candidate failed or took too long. If `still_busy`, its thread has not finished."""
 
     name: ClassVar[str] = "candidate_failed"
     severity: ClassVar[Severity] = "warning"
@@ -83,7 +82,7 @@ class CandidateFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateEliminated(Event):
-    """A candidate was clearly slower than the leader and dropped out of the race."""
+    """A candidate was clearly slower than the leader and left the race."""
 
     name: ClassVar[str] = "candidate_eliminated"
     tune_id: str
@@ -105,7 +104,7 @@ class CandidateSkipped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneFinish(Event):
-    """A tune ended with a winner, which is in memory by now."""
+    """A tune ended with a winner, which is already in memory."""
 
     name: ClassVar[str] = "autotune_finish"
     severity: ClassVar[Severity] = "info"
@@ -115,13 +114,13 @@ class AutotuneFinish(Event):
     failed: int
     skipped: int
     margin: float | None = None
-    """The part of the incumbent's time that the winner saves."""
+    """The share of the incumbent's time that the winner saves."""
     waiters: int = 0
-    """The number of callers that are about to get the answer."""
+    """The number of callers that waited for this tune."""
     learned_from: int | None = None
-    """How many earlier tunes of the kernel guided the choice of what to compile; None if none did."""
+    """The number of earlier tunes of the kernel that guided the choice of what to compile; None without any."""
     prediction_error: float | None = None
-    """The error of their predicted times: the root mean square of the logarithms of the ratios."""
+    """The error of the times they predicted: the root mean square of the log of predicted over measured time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +142,9 @@ class AutotuneFailed(Event):
 class WinnerFailed(Event):
     """A config that had won a tune failed in a real call, and was withdrawn from memory and the store.
 
-    `tier` is the tier that gave it to the call. `instead` is the config that answers in its place, the next best of its
-    tune; if None, the key may be tuned again. `evidence` says why the config was blamed and not the call.
-    After `retry_after_s` seconds it is a candidate again.
+    `tier` is the tier that it came from. `instead` is its replacement, the next best config of its tune; if None, the
+    key may be tuned again. `evidence` says why the config was blamed rather than the call. The config is a candidate
+    again after `retry_after_s` seconds.
     """
 
     name: ClassVar[str] = "winner_failed"

@@ -1,6 +1,6 @@
-"""Everything that happens, as values: one frozen dataclass for each kind of event.
+"""Event values: one frozen dataclass for each kind of event.
 
-Sinks get them in the order in which things happened; `dispatcher.py` delivers them.
+Events are delivered in order, by `dispatcher.py`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 Severity = Literal["debug", "info", "warning", "error"]
 Interval = tuple[float, float]
 """Start and end, in seconds on the loop's clock."""
-# Why the tiers before memory declined, in every call that the fast lane answers.
+# The reasons of the tiers before memory, for every call that the fast lane answers.
 _BEFORE_MEMORY = {"override": "no override", "overlay": "no overlay has the key"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something happened to a key between `start` and `end`, seconds on the loop's clock."""
+    """Something happened to a key between `start` and `end`, in seconds on the loop's clock."""
 
     name: ClassVar[str]
     severity: ClassVar[Severity] = "debug"
@@ -63,11 +63,11 @@ class Event:
 
     @property
     def call(self) -> str | None:
-        """The call as people read it: `q=bf16[8,1024,128], causal=True`; None if only its key is known."""
+        """The readable call, `q=bf16[8,1024,128], causal=True`; None if the key has none."""
         return getattr(self.key, "call", None) or None
 
     def fields(self) -> dict[str, Any]:
-        """Return the event's facts by name, the key spelt as ejKernel spells it."""
+        """Return the event's facts by name; those of the key have ejKernel's names."""
         facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "key"}
         if self.key is None:
             return facts
@@ -77,10 +77,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Event):
-    """The end of a call: the base of all answers.
+    """A call ended: the base class of all answers.
 
-    `declined` says why each tier asked before had no answer. `tune_id` is the tune the caller began
-    (`began`) or found pending, and `wait_s` how long it waited for it.
+    `declined` has the reason of each tier that had no answer. `tune_id` is the tune that the caller began, if `began`,
+    or joined, and `wait_s` is how long it waited for that tune.
     """
 
     _tier: ClassVar[str]
@@ -98,7 +98,7 @@ class Answer(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override(Answer):
-    """The caller brought its own config."""
+    """The invocation has its own config."""
 
     name: ClassVar[str] = "override"
     _tier: ClassVar[str] = "override"
@@ -124,7 +124,7 @@ class CacheHit(Answer):
 
     @classmethod
     def from_memory(cls, key: CacheKey, cfg: Any, start: float, end: float) -> CacheHit:
-        """Return the event of an answer from the fast lane: what the walk would have emitted."""
+        """Return the event of an answer from the fast lane, equal to the event of the full tier walk."""
         return cls(key=key, start=start, end=end, level="memory", cfg=cfg, declined=dict(_BEFORE_MEMORY))
 
     @property
@@ -134,7 +134,7 @@ class CacheHit(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autotuned(Answer):
-    """The tune that the caller waited for was its answer."""
+    """The caller waited for a tune and got its winner."""
 
     name: ClassVar[str] = "autotuned"
     _tier: ClassVar[str] = "autotune"
@@ -143,7 +143,7 @@ class Autotuned(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerLeft(Answer):
-    """A caller left without an answer: it was cancelled, or the selector closed."""
+    """The caller was cancelled before it had an answer, or the selector closed."""
 
     name: ClassVar[str] = "caller_left"
     _tier: ClassVar[str] = "left"
@@ -152,7 +152,7 @@ class CallerLeft(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingJoin(Event):
-    """A caller began to wait for a tune that someone else had begun."""
+    """A caller began to wait for a tune that another caller had begun."""
 
     name: ClassVar[str] = "pending_join"
     tune_id: str
@@ -161,7 +161,7 @@ class PendingJoin(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heuristics(Answer):
-    """The kernel's own guess was the answer; `declined` says why nothing better was."""
+    """The kernel's heuristic was the answer; `declined` has the reasons of all earlier tiers."""
 
     name: ClassVar[str] = "heuristics"
     _tier: ClassVar[str] = "heuristics"
@@ -170,7 +170,7 @@ class Heuristics(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stale(Event):
-    """A loaded entry was made from other candidates, another version or objective."""
+    """A loaded entry has other candidates, another version or another objective."""
 
     name: ClassVar[str] = "stale"
     severity: ClassVar[Severity] = "info"
@@ -181,7 +181,7 @@ class Stale(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfRange(Event):
-    """A dimension lies outside the kernel's declared buckets, so the call has a key of its own."""
+    """A size is outside the kernel's declared buckets, so the call has its own key."""
 
     name: ClassVar[str] = "out_of_range"
     severity: ClassVar[Severity] = "warning"
@@ -204,7 +204,7 @@ class KeyChurn(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateTune(Event):
-    """A key that would have been tuned turned up after `freeze()`."""
+    """A key was not tuned because it first appeared after `freeze()`."""
 
     name: ClassVar[str] = "late_tune"
     severity: ClassVar[Severity] = "warning"
@@ -212,7 +212,7 @@ class LateTune(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoAnswer(Answer):
-    """Every tier declined, or the tune that was waited for failed and nothing else may answer."""
+    """The caller got no config: every tier declined, or the tune it waited for failed."""
 
     name: ClassVar[str] = "error"
     severity: ClassVar[Severity] = "error"
@@ -222,19 +222,19 @@ class NoAnswer(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed(Event):
-    """The selector closed. `abandoned` names the candidates whose threads were still busy."""
+    """The selector closed. `abandoned` has the steps whose threads were still busy."""
 
     name: ClassVar[str] = "closed"
     severity: ClassVar[Severity] = "info"
     cancelled: int
     abandoned: tuple[str, ...]
     unsaved: int = 0
-    """The results that never reached the store."""
+    """The number of results that were not stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SheddingStarted(Event):
-    """Events come faster than the telemetry thread delivers them: hits are dropped for now."""
+    """Events come faster than the telemetry thread delivers them, so hits are dropped."""
 
     name: ClassVar[str] = "shedding_started"
     severity: ClassVar[Severity] = "warning"
@@ -243,7 +243,7 @@ class SheddingStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SheddingStopped(Event):
-    """Every event is delivered again; `shed` events were dropped."""
+    """No more events are dropped; `shed` were since `SheddingStarted`."""
 
     name: ClassVar[str] = "shedding_stopped"
     severity: ClassVar[Severity] = "warning"

@@ -17,18 +17,18 @@ __all__ = ["WeakMethod", "bind", "placed_shapes"]
 def bind(kernel: Any, inv: Any, platform: str, cfg: Any, *, weakly: bool = False) -> Callable[..., Any]:
     """Return the function of the invocation's arguments that runs `kernel` with `cfg`.
 
-    With `weakly`, it does not keep the kernel alive, unless the kernel's `run` is not a method.
+    With `weakly`, it does not keep the kernel alive if `run` is a method.
     """
-    hold = _weakly if weakly else _itself
+    hold = _weakly if weakly else _strongly
     if inv.method == "shard_map":
         return _bind_shard_map(kernel, inv, platform, cfg, hold)
     return _with_cfg(kernel, platform, None, cfg, hold)
 
 
 def placed_shapes(inv: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments, with its shapes placed on the mesh as the specs of its `shard_map` say.
+    """Return a call's arguments, with shapes placed on the mesh according to the specs of its `shard_map`.
 
-    Arrays made for them on one device alone would be refused. A shape that its spec does not fit is on each device.
+    `shard_map` would refuse arrays made on a single device. A shape that does not fit its spec is replicated.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -49,7 +49,7 @@ def placed_shapes(inv: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return leaf
         try:
             return shape_on(leaf, replicated if spec is None else spec)
-        except ValueError:  # a kernel that wraps itself may mean other arrays by its specs
+        except ValueError:  # the specs of a kernel with its own wrapper may be for other arrays
             return shape_on(leaf, replicated)
 
     def place_all(spec: Any, part: Any) -> Any:
@@ -60,7 +60,7 @@ def placed_shapes(inv: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = jax.tree_util.tree_map(
             place_all, specs, args, is_leaf=lambda spec: spec is None or isinstance(spec, PartitionSpec)
         )
-    except ValueError:  # likewise
+    except ValueError:  # as above
         args = place_all(None, args)
     return args, place_all(None, kwargs)
 
@@ -77,7 +77,7 @@ def _with_cfg(
 
 
 class WeakMethod:
-    """A method of an object that it does not keep alive. A copy of it in another process is the method."""
+    """A method that does not keep its object alive. Pickling it pickles the bound method."""
 
     __slots__ = ("_ref",)
 
@@ -87,26 +87,26 @@ class WeakMethod:
     @property
     def method(self) -> Any:
         if (method := self._ref()) is None:
-            raise ReferenceError("the kernel of this program no longer exists")
+            raise ReferenceError("the kernel that this program was made for no longer exists")
         return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.method(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.method,)
+        return _strongly, (self.method,)
 
 
 def _weakly(run: Any) -> Any:
     return WeakMethod(run) if inspect.ismethod(run) else run
 
 
-def _itself(run: Any) -> Any:
+def _strongly(run: Any) -> Any:
     return run
 
 
 def _bind_shard_map(kernel: Any, inv: Any, platform: str, cfg: Any, hold: Callable[[Any], Any]) -> Callable[..., Any]:
-    # Partials of importable functions, so that they can be sent to a worker process. They keep no array of the call.
+    # Partials of importable functions, so that they can be sent to a worker process. They hold no arrays of the call.
     how = {"mesh": inv.mesh, "in_specs": inv.in_specs, "out_specs": inv.out_specs, "check_vma": inv.check_vma}
     wrapper = getattr(kernel, "create_shard_map_wrapper", None)
     if wrapper is not None:
@@ -115,7 +115,7 @@ def _bind_shard_map(kernel: Any, inv: Any, platform: str, cfg: Any, hold: Callab
 
 
 def _run_wrapped(wrapper: Callable[..., Any], how: dict[str, Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a kernel that wraps itself, as ejKernel's do, and may want the last word on the outputs."""
+    """Run a kernel with its own `shard_map` wrapper, as ejKernel's have, which may also post-process the outputs."""
     mapped, call_args, *callback = wrapper(*args, cfg=cfg, **how, **kwargs)
     outputs = mapped(*call_args)
     return callback[0](outputs, cfg=cfg) if callback and callback[0] is not None else outputs

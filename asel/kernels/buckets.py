@@ -1,4 +1,4 @@
-"""Shapes that share an answer: declared ranges of a dimension."""
+"""Buckets: declared ranges of a dimension whose sizes share an answer."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Outside(NamedTuple):
 
 
 class Bucketing:
-    """The buckets of one kernel, by the path of the array they are about.
+    """The buckets of one kernel, by the path of the array.
 
-    A size counts as the smallest bound that is not below it, and a bucket is tuned at that upper bound. A size below
-    the first bound or above the last is outside the declared range and stands for itself.
+    A size is rounded up to the next bound, and a bucket is tuned at that bound. A size below the first bound or above
+    the last is outside the declared range and counts exactly.
     """
 
     def __init__(self, declared: Mapping[str, Sequence[int]], parameters: inspect.Signature | None) -> None:
@@ -77,7 +77,7 @@ class Bucketing:
         return tuple(dims), outside
 
     def upper_bounds(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that all shapes of its bucket are tuned at."""
+        """Return the shape at which this shape's bucket is tuned."""
         return tuple(dim[1] if isinstance(dim, tuple) else dim for dim in self.apply(path, shape)[0])
 
 
@@ -91,10 +91,10 @@ def _checked_bounds(spec: str, bounds: Any) -> tuple[int, ...]:
 def _paths(spec: str, root: str, parameters: inspect.Signature | None) -> list[str]:
     if root.startswith(("args[", "kwargs[")):
         return [root]
-    known = {} if parameters is None else dict(parameters.parameters)
-    positional = [p.name for p in known.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    open_ended = parameters is None or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in known.values())
-    if root not in known and not open_ended:
-        raise InvalidRequestError(f"bucket {spec!r}: run has no parameter {root!r}, only {', '.join(known)}")
+    named = {} if parameters is None else dict(parameters.parameters)
+    positional = [p.name for p in named.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    open_ended = parameters is None or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in named.values())
+    if root not in named and not open_ended:
+        raise InvalidRequestError(f"bucket {spec!r}: run has no parameter {root!r}, only {', '.join(named)}")
     by_name = f"kwargs[{root!r}]"  # a parameter may be passed either way
     return [f"args[{positional.index(root)}]", by_name] if root in positional else [by_name]

@@ -1,4 +1,4 @@
-"""The canonical form of a call, equal in every process. Made once for each new signature."""
+"""The canonical form of a call, equal in every process; computed once for each new signature."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Encoder", "at_upper_bounds", "device_and_traced"]
 
 
 class Encoder:
-    """One pass over a call; notes the device, tracers, and sizes outside their buckets on the way.
+    """One pass over a call, which also finds its device, tracers, and sizes outside their buckets.
 
-    `constants` has each constant's path and hash, and `parts` the sum of all parts' hashes: for calls that differ in
-    one constant only, the sum minus that constant's hash is equal.
+    `constants` has the path and hash of each constant, and `parts` is the sum of all hashes. So for calls that differ
+    in one constant only, `parts` minus that constant's hash is the same.
     """
 
     def __init__(self, bucketing: Bucketing | None = None, names: Sequence[tuple[str, bool]] = ()) -> None:
@@ -35,7 +35,7 @@ class Encoder:
         self._markers: dict[int, int] = {}
 
     def call(self, inv: Any) -> Canon:
-        """Return the call's canonical form, with arguments by parameter name: keyword and positional calls are equal.
+        """Return the call's canonical form. Arguments go by parameter name, so keyword and positional calls are equal.
 
         Raises:
             UnstableKeyError: an argument has no stable identity.
@@ -43,12 +43,12 @@ class Encoder:
         forms = [self._value(v, f"args[{i}]") for i, v in enumerate(inv.args)]
         named = list(self._pairs(inv.kwargs, "kwargs"))
         for (name, is_positional_only), form in zip(self._names, forms, strict=False):
-            # A keyword may have the name of a positional-only parameter, and is then another argument.
+            # With `**kwargs`, a keyword may have the name of a positional-only parameter. It is another argument.
             named.append((("position", name) if is_positional_only else canonical(name), form))
-        more = tuple(forms[len(self._names) :])
-        settings, how = settings_form(), call_form(inv)
-        self.parts += hash((settings, how))
-        return (tuple(sorted(named, key=repr)), more, settings, how)
+        unnamed = tuple(forms[len(self._names) :])
+        settings, options = settings_form(), call_form(inv)
+        self.parts += hash((settings, options))
+        return (tuple(sorted(named, key=repr)), unnamed, settings, options)
 
     def _value(self, value: Any, path: str) -> Canon:
         import jax
@@ -59,7 +59,7 @@ class Encoder:
         if isinstance(value, jax.Array):
             shape, dtype, weak, explicit = aval_form(value.aval)
             placement = self._placement(value.sharding)
-            # If the type of an array names its sharding, a tracer of it does too: they share a key.
+            # An explicit sharding comes first: a tracer has that one only, and the two share a key.
             return self._array(path, shape, dtype, weak, explicit or placement)
         if isinstance(value, jax.ShapeDtypeStruct):
             dtype = dtype_name(jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
@@ -92,7 +92,7 @@ class Encoder:
         return form
 
     def _counted(self, value: Any, path: str, canonicaliser: Canonicaliser | None = None) -> Canon:
-        """Return the form of a constant that is an argument's value, or part of one."""
+        """Return the form of a constant in an argument, and count it in `constants` and `parts`."""
         form = self._constant(value, path, canonicaliser)
         self.constants.append((path, part := hash((path, form))))
         self.parts += part
@@ -125,7 +125,7 @@ class Encoder:
 
 
 class _ByOrder(Canonicaliser):
-    """Numbers the bare `object()`s of a call in the order they are met: equinox marks related leaves with them."""
+    """Numbers the bare `object()`s of a call in order of appearance: equinox marks related leaves with them."""
 
     def __init__(self, markers: dict[int, int]) -> None:
         super().__init__()
@@ -136,15 +136,15 @@ class _ByOrder(Canonicaliser):
 
 
 def _memory_kind(sharding: Any, device: Any) -> Canon:
-    """Return the memory an array lives in, unless it is where its device keeps arrays by itself."""
+    """Return the kind of memory an array is in; empty for its device's default memory."""
     kind = getattr(sharding, "memory_kind", None)
     return () if kind is None or kind == device.default_memory().kind else ("memory", kind)
 
 
 def at_upper_bounds(inv: Any, bucketing: Bucketing) -> Any:
-    """Return the call at its buckets' upper bounds: itself, or with shapes in place of the smaller arrays.
+    """Return the call at its buckets' upper bounds, with shapes in the place of smaller arrays.
 
-    Candidates are listed and measured for that size, so they do not depend on which size of the bucket comes first.
+    Candidates are listed and measured for that size, so they do not depend on which size in the bucket comes first.
     """
     import jax
 
@@ -157,8 +157,8 @@ def at_upper_bounds(inv: Any, bucketing: Bucketing) -> Any:
 
     call = (tuple(inv.args), dict(inv.kwargs))
     args, kwargs = larger = jax.tree_util.tree_map_with_path(enlarged, call)
-    same = all(map(operator.is_, jax.tree_util.tree_leaves(larger), jax.tree_util.tree_leaves(call)))
-    return inv if same else replace(inv, args=args, kwargs=kwargs)
+    unchanged = all(map(operator.is_, jax.tree_util.tree_leaves(larger), jax.tree_util.tree_leaves(call)))
+    return inv if unchanged else replace(inv, args=args, kwargs=kwargs)
 
 
 def _shape_like(leaf: Any, shape: tuple[int, ...]) -> Any:
@@ -172,7 +172,7 @@ def _shape_like(leaf: Any, shape: tuple[int, ...]) -> Any:
 
 
 def device_and_traced(inv: Any) -> tuple[Any, bool]:
-    """Return the device a call's arguments live on, if they do, and whether some are being traced."""
+    """Return the device of a call's arguments, None if they have none, and whether any argument is a tracer."""
     import jax
 
     device, traced = None, False
@@ -185,7 +185,7 @@ def device_and_traced(inv: Any) -> tuple[Any, bool]:
 
 
 def devices_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> set[Any]:
-    """Return all the devices that arguments live on."""
+    """Return all devices that the arguments are on."""
     return {device for leaf in _leaves((*args, *kwargs.values())) for device in _devices(leaf)}
 
 
@@ -193,7 +193,7 @@ def _devices(leaf: Any) -> Iterable[Any]:
     import jax
 
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        try:  # `devices()` would fail for an array that its caller has donated since
+        try:  # `devices()` would fail for an array that was donated since
             return () if leaf.sharding is None else leaf.sharding.device_set
         except ValueError:  # over an abstract mesh
             return ()

@@ -1,4 +1,4 @@
-"""The inverse of `call_text`: an invocation made from `q=bf16[8,1024,128], k=f32[4], causal=True`."""
+"""The inverse of `call_text`: makes an invocation from `q=bf16[8,1024,128], k=f32[4], causal=True`."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def parse_call(text: str, kernel: Any) -> Invocation[Any, Any]:
     """Return the invocation of `kernel` that `call_text` shows as `text`.
 
     Arrays become `jax.ShapeDtypeStruct`s, and a bucketed dimension (`<=1024`) gets the size of its bound. Other values
-    are Python literals and the names of dtypes. `(1)` is a tuple, as `call_text` writes it, and the key of a dict is a
-    string if it is a plain name. The text of a call has no shardings and no weak types, so the invocation has none.
+    are Python literals and names of dtypes. `(1)` is a tuple, as `call_text` writes it, and a plain name as a dict key
+    is a string. The invocation has no shardings and no weak types, because the text has none.
 
     Raises:
-        InvalidRequestError: the text is not such a call, or not one of this kernel. It names the position.
+        InvalidRequestError: the text is not a call of this kernel. The message has the position.
     """
     parser = _Parser(text)
     return _bind(parser, parser.arguments(), kernel)
 
 
 def parse_value(text: str) -> Any:
-    """Return one value of such a text: an array, a dtype or a literal.
+    """Return the value that a text stands for: an array, a dtype or a literal.
 
     Raises:
-        InvalidRequestError: the text is not a value. It names the position.
+        InvalidRequestError: the text is not a value. The message has the position.
     """
     parser = _Parser(text)
     value = parser.value()
@@ -78,7 +78,7 @@ class _Argument(NamedTuple):
 
 
 class _Parser:
-    """A recursive descent through one text."""
+    """A recursive descent parser of one text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -89,15 +89,15 @@ class _Parser:
         return InvalidRequestError(f"cannot parse the call {self.text!r}: at character {at + 1}, {problem}")
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """Return what matches here and pass over it; empty if nothing does."""
+        """Consume and return the text that matches here; empty if nothing does."""
         found = pattern.match(self.text, self.position)
         if found is None:
             return ""
         self.position = found.end()
         return found[0]
 
-    def next_is(self, symbol: str) -> bool:
-        """Tell whether `symbol` comes next, after any white space, and pass over it if so."""
+    def accept(self, symbol: str) -> bool:
+        """Skip white space. If `symbol` comes next, consume it and return True."""
         self.take(_SPACE)
         if not self.text.startswith(symbol, self.position):
             return False
@@ -109,7 +109,7 @@ class _Parser:
         self.take(_SPACE)
         while self.position < len(self.text):
             found.append(self._argument())
-            if not self.next_is(",") and self.position < len(self.text):
+            if not self.accept(",") and self.position < len(self.text):
                 raise self.error(f"expected a comma, found {self._rest()}")
             self.take(_SPACE)
         return found
@@ -117,7 +117,7 @@ class _Parser:
     def _argument(self) -> _Argument:
         start = self.position
         name = self.take(_NAME)
-        if name and self.next_is("="):
+        if name and self.accept("="):
             return _Argument(start, name, self.value())
         self.position = start
         return _Argument(start, "", self.value())
@@ -133,11 +133,11 @@ class _Parser:
             return self._literal(string, start)
         if number := self.take(_NUMBER):
             return float(number) if number.endswith(("inf", "nan")) else self._literal(number, start)
-        if self.next_is("("):
+        if self.accept("("):
             return tuple(self._items(")", self.value))
-        if self.next_is("["):
+        if self.accept("["):
             return self._items("]", self.value)
-        if self.next_is("{"):
+        if self.accept("{"):
             return dict(self._items("}", self._pair))
         if dtype := self.take(_DTYPE):
             return self._array(dtype, start)
@@ -151,10 +151,10 @@ class _Parser:
 
     def _items(self, closing: str, item: Callable[[], Any]) -> list[Any]:
         items: list[Any] = []
-        while not self.next_is(closing):
+        while not self.accept(closing):
             items.append(item())
-            if not self.next_is(","):
-                if not self.next_is(closing):
+            if not self.accept(","):
+                if not self.accept(closing):
                     raise self.error(f"expected a comma or {closing!r}, found {self._rest()}")
                 break
         return items
@@ -162,11 +162,11 @@ class _Parser:
     def _pair(self) -> tuple[Any, Any]:
         self.take(_SPACE)
         start = self.position
-        if (name := self.take(_NAME)) and self.next_is(":"):
+        if (name := self.take(_NAME)) and self.accept(":"):
             return name, self.value()
         self.position = start
         key = self.value()
-        if not self.next_is(":"):
+        if not self.accept(":"):
             raise self.error(f"expected ':' after the key {key!r}, found {self._rest()}")
         try:
             hash(key)
@@ -180,7 +180,7 @@ class _Parser:
         found = _dtype_of(dtype)
         if found is None:
             raise self.error(f"{dtype!r} is not a dtype; write one of {_listed_dtypes()}", start)
-        assert self.next_is("[")
+        assert self.accept("[")
         shape = tuple(self._items("]", self._dim))
         if prod(shape) >= _MAX_SIZE:  # XLA would abort the process
             raise self.error(f"{dtype}{list(shape)} has more elements than any memory", start)
@@ -197,7 +197,7 @@ class _Parser:
         name = self.take(_NAME)
         if name in _CONSTANTS:
             return _CONSTANTS[name]
-        if name and not self.next_is("(") and (dtype := _dtype_of(name)) is not None:
+        if name and not self.accept("(") and (dtype := _dtype_of(name)) is not None:
             return dtype
         if name:
             raise self.error(

@@ -1,4 +1,4 @@
-"""Calls that were seen while JAX traced, kept to be tuned later."""
+"""Calls recorded while JAX traced, to be tuned later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _recorded: OrderedDict[CacheKey, RecordedCall] = OrderedDict()
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call that was recorded, and how often."""
+    """A recorded call and how often it was seen."""
 
     key: CacheKey
     kernel: Any
@@ -35,7 +35,7 @@ class RecordedCall:
 
 
 def _after_fork() -> None:
-    # Another thread of the parent may have held the lock, and the child does not have that thread.
+    # A thread of the parent may have held the lock; the child does not have that thread.
     global _lock
     _lock = threading.Lock()
 
@@ -55,7 +55,7 @@ def record_invocation(
     invocation: Any = None,
     seen: int = 1,
 ) -> None:
-    """Remember a call. At most 10,000 are kept; the least recently recorded go first.
+    """Record a call. At most 10,000 calls are kept; the least recently recorded are dropped first.
 
     Pass `invocation` for a call under `shard_map`: it has the mesh and the specs.
     """
@@ -74,14 +74,14 @@ def record_invocation(
 
 
 def recorded_calls(dev: str | None = None) -> list[RecordedCall]:
-    """Return what was recorded for one device or for all, the calls seen most often first."""
+    """Return the calls recorded for one device or for all, the most frequent first."""
     with _lock:
         found = [call for key, call in _recorded.items() if dev is None or key.device == dev]
     return sorted(found, key=lambda call: -call.seen)
 
 
 def get_invocations(dev: str) -> dict[str, dict[str, Recorded]]:
-    """Return what was recorded for a device: op -> call key -> (kernel, args, kwargs), as copies."""
+    """Return copies of the calls recorded for a device: op -> call key -> (kernel, args, kwargs)."""
     found: dict[str, dict[str, Recorded]] = {}
     with _lock:
         for key, call in _recorded.items():
@@ -92,7 +92,7 @@ def get_invocations(dev: str) -> dict[str, dict[str, Recorded]]:
 
 
 def clear_invocations(dev: str | None = None) -> None:
-    """Forget what was recorded, for one device or for all."""
+    """Forget the calls recorded for one device or for all."""
     with _lock:
         for key in [key for key in _recorded if dev is None or key.device == dev]:
             del _recorded[key]

@@ -1,4 +1,4 @@
-"""The parts of a key that are not arguments: JAX settings that change the program, and `shard_map` options."""
+"""The parts of a key besides the arguments: JAX settings that change the program, and `shard_map` options."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asel.kernels.canonical import Canon, canonical
 __all__ = ["DEFAULT_PRNG", "JaxState", "call_form", "default_device_setting", "jax_state", "settings_form"]
 
 DEFAULT_PRNG = "threefry2x32"
-"""JAX's own default."""
+"""JAX's default random number generator."""
 
 
 class JaxState:
-    """JAX's types and settings, learnt at the first call: importing asel does not import JAX."""
+    """JAX's types and settings, looked up at the first call: importing asel does not import JAX."""
 
     # Slots of one object: Python 3.11 reads those several times faster than attributes of a class.
     __slots__ = (
@@ -53,11 +53,11 @@ class JaxState:
     def learn(self) -> None:
         import jax
 
-        # These context managers know their setting's value; reading it from jax.config takes three times as long.
+        # These context managers have their setting as `value`; reading it from jax.config takes three times as long.
         self.x64, self.matmul_precision = jax.enable_x64, jax.default_matmul_precision
         self.default_device = jax.default_device
         self.prng_impl, self.threefry_partitionable = jax.default_prng_impl, jax.threefry_partitionable
-        # Abstract, because it is known while JAX traces, and because replicas over other devices share answers.
+        # The abstract mesh: it is available while JAX traces, and equal for replicas on other devices.
         self.mesh = _mesh_setting()
         self.entered_meshes = _entered_meshes_setting()
         kind = jax.sharding.SingleDeviceSharding
@@ -65,14 +65,14 @@ class JaxState:
         self.known = True
 
     def learn_array(self, kind: type) -> None:
-        """Note the type of JAX's arrays from the first one seen: making one to look at could block."""
+        """Store the type of JAX's arrays, taken from the first array seen: making one here could block."""
         self.array = kind
         self.sharding_of = _getter(kind, "sharding")
         self.is_committed = _getter(kind, "committed")
 
 
 def _getter(kind: type, name: str) -> Any:
-    """Return a function that reads an array's property: the private C++ getter behind it, if this JAX has one."""
+    """Return a function that reads an array's property, by the private C++ getter if this version of JAX has it."""
     return getattr(getattr(kind, f"_{name}", None), "fget", None) or operator.attrgetter(name)
 
 
@@ -80,9 +80,9 @@ jax_state = JaxState()
 
 
 def _mesh_setting() -> Any:
-    """Return an object whose `value` is the mesh that is set; None or an empty mesh means that none is.
+    """Return an object whose `value` is the current mesh; None or an empty mesh means that none is set.
 
-    `get_abstract_mesh` is Python around such an object, and takes as long to read as all other settings together.
+    `get_abstract_mesh` wraps such an object in Python, and takes as long as reading all other settings together.
     """
     for module in ("jax._src.mesh", "jax._src.config"):  # since JAX 0.12, and before
         setting = getattr(sys.modules.get(module), "abstract_mesh_context_manager", None)
@@ -121,9 +121,9 @@ def call_form(inv: Any) -> Canon:
 
 
 def settings_form() -> Canon:
-    """Return the calling thread's settings that enter every key: x64, default matmul precision, and its mesh if any.
+    """Return the calling thread's settings that are part of every key: x64, default matmul precision, and its mesh.
 
-    How random numbers are made counts unless it is JAX's default. Manual axes of the mesh do not count: within
+    The random number generator counts unless it is JAX's default. Manual axes of the mesh do not count: within
     `shard_map`, each device works on its own part.
     """
     if not jax_state.known:

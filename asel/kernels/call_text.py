@@ -1,6 +1,6 @@
-"""A call as people read it: `q=bf16[8,1024,128], k=bf16[8,1024,128], causal=True`.
+"""The readable form of a call: `q=bf16[8,1024,128], k=bf16[8,1024,128], causal=True`.
 
-Made once for each new signature. It identifies nothing, since values are shortened: the key does that.
+Computed once for each new signature. Values are shortened, so it does not identify the call: the key does.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ else:
 __all__ = ["MAX_CALL_CHARS", "call_text", "short_dtype_name"]
 
 MAX_CALL_CHARS = 240
-"""Room for a dozen arrays; a log line that also has a config stays under 500 characters."""
+"""Room for a dozen arrays. A log line with a call and a config stays under 500 characters."""
 _MAX_VALUE_CHARS = 40
 _MAX_ITEMS = 4
-"""Items shown of a container; the rest are counted."""
+"""The number of items of a container that are shown; the rest are counted."""
 _MAX_DEPTH = 3
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def call_text(inv: Any, kernel: Any = None, bucketing: Bucketing | None = None) -> str:
-    """Return the call in at most `MAX_CALL_CHARS` characters, arguments named as the kernel's parameters are.
+    """Return the call in at most `MAX_CALL_CHARS` characters, with arguments by the kernel's parameter names.
 
     A bucketed dimension is shown by its bound (`<=1024`), since calls of one bucket share a key.
     """
@@ -54,7 +54,7 @@ def call_text(inv: Any, kernel: Any = None, bucketing: Bucketing | None = None) 
 
 
 def _named(inv: Any, kernel: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield each argument with its parameter's name and its path, in the order of the parameters."""
+    """Yield the name, path and value of each argument, in the order of the parameters."""
     names = [name for name, _ in positional_names(kernel)]
     for i, value in enumerate(inv.args):
         yield (names[i] if i < len(names) else ""), f"args[{i}]", value
@@ -95,10 +95,10 @@ def _describe(value: Any, path: str, bucketing: Bucketing | None, depth: int) ->
 
 
 def _items(
-    items: Iterable[tuple[str, str, Any]], count: int, joint: str, bucketing: Bucketing | None, depth: int
+    items: Iterable[tuple[str, str, Any]], count: int, separator: str, bucketing: Bucketing | None, depth: int
 ) -> str:
     shown = [
-        (name + joint if name and joint else "") + _describe(value, path, bucketing, depth - 1)
+        (name + separator if name and separator else "") + _describe(value, path, bucketing, depth - 1)
         for name, path, value in islice(items, _MAX_ITEMS)
     ]
     if count > _MAX_ITEMS:
@@ -115,7 +115,7 @@ def _array(value: Any, path: str, bucketing: Bucketing | None) -> str | None:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """Return an attribute of an array or its like; a class's properties describe its instances, not itself."""
+    """Return an attribute of an array-like object; None for a class, whose properties describe its instances."""
     return None if isinstance(value, type) or not has_attribute(value, name) else getattr(value, name, None)
 
 

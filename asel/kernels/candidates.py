@@ -29,13 +29,13 @@ class CandidateList(NamedTuple):
     no_candidates: str
     """Why there is nothing to tune among; empty if there is."""
     raised: bool
-    """True if `none` is set because the kernel raised: it is asked again at the next call."""
+    """True if the kernel raised while it was asked: the next call asks it again."""
 
 
 def ask_kernel(
     kernel: Any, inv: Any, platform: str, context: str | None, method: str, what: str
 ) -> tuple[Any, str, bool]:
-    """Return the result of a kernel's method, or None with the reason and whether the kernel raised."""
+    """Return the result of a kernel's method; or None, the reason, and whether the kernel raised."""
     asked = variant(kernel, method, platform, context)
     if asked is None:
         return None, f"kernel has no {what}", False
@@ -53,7 +53,7 @@ def ask_kernel(
 
 
 def with_incumbent(listed: list[Cfg], heuristic: Cfg | None) -> tuple[tuple[Cfg, ...], int | None]:
-    """Return the distinct candidates with the heuristic among them, and its position."""
+    """Return the distinct candidates, with the heuristic's config among them, and that config's position."""
     distinct: dict[Canon, Cfg] = {}
     for i, cfg in enumerate(listed):
         distinct.setdefault(config_form(cfg, f"candidates[{i}]"), cfg)
@@ -77,7 +77,7 @@ def checksum(candidates: Iterable[Any], *, version: str, objective: Objective = 
 def config_form(cfg: Any, path: str = "config") -> Canon:
     """Return the canonical form of a config: equal configs have equal forms, hashable or not.
 
-    Made once for each value of a flat dataclass, which most configs are: lists of them are made anew for every shape.
+    For flat dataclasses, as most configs are, forms are cached: kernels list equal configs for every shape.
     """
     if (token := _flat_token(cfg)) is None:
         return canonical(cfg, path, see_attributes=True)
@@ -93,7 +93,7 @@ _fields: BoundedMemo[tuple[str, ...]] = BoundedMemo(1024)
 
 
 def _flat_token(cfg: Any) -> tuple[Any, ...] | None:
-    """Return the class and the plain values of a flat dataclass, hashable; None for any other config."""
+    """Return the class and values of a flat dataclass as a hashable tuple; None for any other config."""
     names = _compared_fields(type(cfg))
     if not names:
         return None
@@ -116,7 +116,7 @@ def _compared_fields(cls: type[Any]) -> tuple[str, ...]:
 
 
 def same_config(one: Any, other: Any) -> bool:
-    """Tell whether two configs are the same; a config without a canonical form equals only itself."""
+    """Return whether two configs are equal. A config without a canonical form equals only itself."""
     if one is other:
         return True
     try:

@@ -1,8 +1,8 @@
-"""A form of Python values that is equal exactly when the values are, in every process.
+"""Canonical forms of Python values: equal in every process exactly when the values are.
 
-The form is made of tuples, strings, bytes and integers only, each behind a tag, so that 1, True and 1.0 stay apart
-at any depth and `repr` of the whole is a faithful serialisation. Plain data, enums, dataclasses, arrays, functions and
-partials have one. Everything else is refused by name: its `repr` may hold an address, or hide what matters.
+A form consists of tagged tuples of strings, bytes and integers, so 1, True and 1.0 differ at any depth, and `repr` of
+a form is a faithful serialisation. Plain data, enums, dataclasses, arrays, functions and partials have a form.
+Everything else is refused: its `repr` may contain an address or omit state.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Canon = tuple[Any, ...]
 
 
 def digest(form: Canon) -> str:
-    """Return 32 hexadecimal digits that stand for a canonical form."""
+    """Return the digest of a canonical form: 32 hexadecimal digits."""
     return hashlib.sha256(repr(form).encode()).hexdigest()[:32]
 
 
 def canonical(value: Any, path: str = "value", *, see_attributes: bool = False) -> Canon:
     """Return the canonical form of `value`, in which arrays count by their contents.
 
-    With `see_attributes`, a plain object counts by its class and its attributes: right for configs, which are data,
-    and wrong for arguments, whose behaviour may hide elsewhere.
+    With `see_attributes`, a plain object counts by its class and its attributes. That is right for configs, which are
+    data, and wrong for arguments, whose behaviour may depend on more.
 
     Raises:
-        UnstableKeyError: some part of `value`, named from `path` on, has no stable identity.
+        UnstableKeyError: a part of `value` has no stable identity. The error names it, starting with `path`.
     """
     return Canonicaliser(see_attributes).form(value, path)
 
@@ -60,7 +60,7 @@ class Canonicaliser:
     def __init__(self, see_attributes: bool = False) -> None:
         self._see_attributes = see_attributes
         self.traced = False
-        # The ids of the values we are inside of, so that a function that closes over itself ends.
+        # The ids of the enclosing values, to stop at cycles, such as a function that closes over itself.
         self._open: list[int] = []
 
     def form(self, value: Any, path: str) -> Canon:
@@ -75,15 +75,15 @@ class Canonicaliser:
             self._open.pop()
         if form is None:
             raise UnstableKeyError(
-                f"{path} is a {name_of(type(value))}, which has no identity that another process would agree on. "
+                f"{path} is a {name_of(type(value))}, which has no identity that other processes could recognise. "
                 "Pass a dataclass, a named function, a functools.partial or plain data instead, "
-                "or give the kernel a key_builder that says what matters about it.",
+                "or give the kernel a key_builder that returns the facts its answer depends on.",
                 argument=path,
             )
         return form
 
     def _compound(self, value: Any, path: str) -> Canon | None:
-        """Return the form of a value that may have parts; None if it has none."""
+        """Return the form of a value that is not an atom; None if it has none."""
         if isinstance(value, type):
             return class_form(self, value, path)
         for kinds, form in _forms():
@@ -91,8 +91,8 @@ class Canonicaliser:
                 return form(self, value, path)
         if (named := library_function(value)) is not None:
             return named
-        if is_from_jax(value) and (known := jax_form(self, value, path)) is not None:
-            return known
+        if is_from_jax(value) and (form_of_jax := jax_form(self, value, path)) is not None:
+            return form_of_jax
         if (data := _data_form(value)) is not None:
             return data(self, value, path)
         if (node := flatten_node(value)) is not None:
@@ -126,7 +126,7 @@ class Canonicaliser:
         )
 
     def state(self, value: Any, path: str, *, without: Iterable[str] = ()) -> Canon:
-        """Return the attributes of an instance, from its dict and its slots, but for those in `without`."""
+        """Return the form of an instance's attributes, from its dict and its slots, except those in `without`."""
         names = _attribute_names(value).difference(without)
         computed = {
             n for n in names if isinstance(inspect.getattr_static(type(value), n, None), functools.cached_property)
@@ -157,7 +157,7 @@ def _mangled(name: str, owner: type) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Plain data. What a subclass of a builtin type adds counts as well.
+# Plain data. Attributes that a subclass adds to a builtin type count as well.
 
 _ATOMS: dict[type, Callable[[Any], Canon]] = {
     type(None): lambda v: ("none",),
@@ -179,7 +179,7 @@ _BASE_VALUES: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     bytes: bytes.__bytes__,
 }
-"""How the base class reads a value: a subclass may convert or print as something else."""
+"""Read the value with the base class's method: a subclass may override the conversion."""
 
 
 def _scalar_subclass(self: Canonicaliser, value: Any, path: str) -> Canon:

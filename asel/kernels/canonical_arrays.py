@@ -1,6 +1,6 @@
-"""The canonical form of an array that is a constant: a digest of its contents.
+"""The canonical form of a constant array: a digest of its contents.
 
-An array that cannot change (a `jax.Array`, a read-only NumPy array) is hashed once, any other at each call.
+An array that cannot change (a `jax.Array`, a read-only NumPy array) is hashed once, any other array at each call.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ else:
 __all__ = ["MAX_MUTABLE_BYTES", "array_form", "dtype_form", "dtype_name", "jax_array_form"]
 
 MAX_MUTABLE_BYTES = 1 << 20
-"""NumPy arrays that may change are hashed at each call, on the event loop: a megabyte takes about a millisecond."""
+"""Mutable NumPy arrays are hashed at each call, on the event loop. A megabyte takes about a millisecond."""
 
 
 class _HashedOnce:
-    """The forms of arrays that cannot change. No array is kept alive."""
+    """A memo of the forms of arrays that cannot change. It keeps no array alive."""
 
     def __init__(self) -> None:
         self._forms: dict[int, tuple[weakref.ref[Any], Canon]] = {}
 
     def form(self, array: Any, make: Callable[[], Canon]) -> Canon:
         name = id(array)
-        known = self._forms.get(name)
-        if known is not None and known[0]() is array:
-            return known[1]
+        entry = self._forms.get(name)
+        if entry is not None and entry[0]() is array:
+            return entry[1]
         made = make()
         self._forms[name] = (weakref.ref(array, functools.partial(self._forget, name)), made)
         return made
 
     def _forget(self, name: int, ref: weakref.ref[Any]) -> None:
-        if (known := self._forms.get(name)) is not None and known[0] is ref:
+        if (entry := self._forms.get(name)) is not None and entry[0] is ref:
             del self._forms[name]
 
     def __len__(self) -> int:
@@ -54,10 +54,10 @@ hashed_once = _HashedOnce()
 
 
 def array_form(array: Any, path: str) -> Canon | None:
-    """Return the form of a NumPy array; None for one of objects, and for subclasses, which may hold more.
+    """Return the form of a NumPy array; None for an object array, or for a subclass, which may have more state.
 
     Raises:
-        UnstableKeyError: the array may change, and is too large to be hashed at each call.
+        UnstableKeyError: the array is mutable, and too large to be hashed at each call.
     """
     if type(array) not in (np.ndarray, np.memmap) or array.dtype.hasobject:
         return None
@@ -74,10 +74,10 @@ def array_form(array: Any, path: str) -> Canon | None:
 
 
 def jax_array_form(array: Any, path: str) -> Canon:
-    """Return the form of a JAX array, which is that of a NumPy array of equal contents.
+    """Return the form of a JAX array: the same as that of a NumPy array of equal contents.
 
     Raises:
-        UnstableKeyError: other processes hold a part of it.
+        UnstableKeyError: other processes hold a part of the array.
     """
     return hashed_once.form(array, functools.partial(_jax_contents, array, path))
 
@@ -98,7 +98,7 @@ def _jax_contents(array: Any, path: str) -> Canon:
 
 
 def _is_read_only(array: Any) -> bool:
-    """Tell whether an array is read-only, and so is what it is a view of."""
+    """Return whether an array and every array it is a view of are read-only."""
     while isinstance(array, np.ndarray):
         if array.flags.writeable:
             return False
@@ -118,5 +118,5 @@ def dtype_form(dtype: np.dtype[Any]) -> Canon:
 
 @functools.lru_cache(maxsize=256)
 def dtype_name(dtype: Any) -> str:
-    """Return a dtype as text; remembered, because NumPy composes it anew each time."""
+    """Return a dtype as text. Cached, because NumPy builds the text anew each time."""
     return str(dtype)

@@ -1,4 +1,4 @@
-"""The canonical forms of JAX's own values, made from their structure and not from their `repr`."""
+"""The canonical forms of JAX's own values, made from their structure rather than their `repr`."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def jax_form(self: Canonicaliser, value: Any, path: str) -> Canon | None:
     if type(value).__name__ == "ExtendNameStackContextManager":  # jax.named_scope, as a decorator captures it
         return ("scope", str(value.name))
     if callable(value) and hasattr(value, "__wrapped__"):
-        # A function wrapped by jit, custom_vjp and the like: the function, and the wrapper's own settings.
-        beside = [name for name in getattr(value, "__dict__", ()) if not name.startswith("_")]
-        return ("jax function", name_of(type(value)), self.fields(value, ("__wrapped__", *sorted(beside)), path))
+        # A wrapper such as jit or custom_vjp counts by its function and its public attributes.
+        attributes = [name for name in getattr(value, "__dict__", ()) if not name.startswith("_")]
+        return ("jax function", name_of(type(value)), self.fields(value, ("__wrapped__", *sorted(attributes)), path))
     return None
 
 
@@ -60,7 +60,7 @@ def _structure(self: Canonicaliser, treedef: Any, path: str) -> Canon:
 
 
 def aval_form(aval: Any) -> Canon:
-    """Return what an abstract value says of an array: shape, dtype, weak type, explicit sharding."""
+    """Return the facts in an abstract value: shape, dtype, weak type and explicit sharding."""
     sharding: Any = getattr(aval, "sharding", None)
     spec: Canon = ()
     is_placed = sharding is not None and not sharding.mesh.empty
@@ -70,7 +70,7 @@ def aval_form(aval: Any) -> Canon:
 
 
 def dims(shape: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a shape in plain integers, whatever integers it was given in; symbolic dimensions by name."""
+    """Return a shape as Python integers, and symbolic dimensions as strings."""
     return tuple(int(n) if hasattr(n, "__index__") else str(n) for n in shape)
 
 
@@ -79,7 +79,7 @@ def dims(shape: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def sharding_form(sharding: Any) -> Canon:
-    """Return the form of a sharding; equal ones have equal forms, however their specs are spelt."""
+    """Return the form of a sharding, which does not depend on how its spec is spelt."""
     import jax
 
     if isinstance(sharding, jax.sharding.NamedSharding):
@@ -103,14 +103,14 @@ def _mesh_form(mesh: Any) -> Canon:
 
 
 def _ranks(ids: Iterable[int]) -> tuple[int, ...]:
-    # Relative, so that a replica on devices 4-7 shares the configs of one on devices 0-3.
+    # Ranks instead of ids, so that a replica on devices 4-7 shares configs with one on devices 0-3.
     listed = list(ids)
     rank = {device: i for i, device in enumerate(sorted(set(listed)))}
     return tuple(rank[device] for device in listed)
 
 
 def _spec_form(spec: Any) -> Canon:
-    """Return the form of a spec in its shortest spelling: `P("x", None)` is `P("x")`, and `P(("x",))` too."""
+    """Return the form of a spec in its shortest spelling: `P("x", None)` and `P(("x",))` become `P("x")`."""
     parts = [_part_form(part) for part in _partitions(spec)]
     while parts and parts[-1] == ("none",):
         parts.pop()
@@ -128,7 +128,7 @@ def _part_form(part: Any) -> Canon:
 
 
 def _partitions(spec: Any) -> tuple[Any, ...]:
-    # Before JAX 0.10 a spec could only be iterated; since then some refuse to be.
+    # Before JAX 0.10 a spec had no such attribute; since then, some specs cannot be iterated.
     return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
@@ -137,16 +137,16 @@ def _partitions(spec: Any) -> tuple[Any, ...]:
 
 
 def flatten_node(value: Any) -> tuple[list[tuple[str, Any]], Any] | None:
-    """Return a pytree node's children with the steps that lead to them, and its static part; None for a leaf.
+    """Return a pytree node's children, each with the step to it, and its static part; None for a leaf.
 
-    None also for an object registered as static: its static part would be the object itself.
+    An object registered as static is a leaf, too: its static part would be the object itself.
     """
     tree_util = sys.modules.get("jax.tree_util")  # nothing is registered with JAX before it is imported
     if tree_util is None or value is None:
         return None
     try:
         flat = tree_util.default_registry.flatten_one_level_with_keys(value)
-    except (TypeError, ValueError):  # keys that do not compare: JAX could not take it as a tree either
+    except (TypeError, ValueError):  # keys that cannot be sorted: not a tree to JAX either
         return None
     if flat is None or flat[1] is value:
         return None

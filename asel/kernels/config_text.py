@@ -1,4 +1,4 @@
-"""A config as people read it: `Blocks(m=64, n=128)`, and in a list only the fields in which its configs differ."""
+"""The readable form of a config, `Blocks(m=64, n=128)`; and of a list, without the fields its configs share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asel.redaction import redact
 __all__ = ["MAX_CONFIG_CHARS", "config_text", "config_texts", "one_line"]
 
 MAX_CONFIG_CHARS = 120
-"""Room for eight fields; beside a call of 240 characters, a line stays under 500."""
+"""Room for eight fields. With a call of 240 characters, a line stays under 500."""
 _MAX_SHARED_CHARS = 160
 _MAX_VALUE_CHARS = 40
 _UNSET = object()
@@ -24,7 +24,7 @@ def one_line(text: str, limit: int) -> str:
 
 
 def config_text(cfg: Any, limit: int = MAX_CONFIG_CHARS) -> str:
-    """Return a config in at most `limit` characters, whatever class it is of."""
+    """Return a config of any class in at most `limit` characters."""
     try:
         return one_line(redact(str(cfg)), limit)
     except Exception:  # a user's `__str__`
@@ -34,7 +34,7 @@ def config_text(cfg: Any, limit: int = MAX_CONFIG_CHARS) -> str:
 def config_texts(cfgs: Sequence[Any], limit: int = MAX_CONFIG_CHARS) -> tuple[list[str], str]:
     """Return configs without the fields they share, `Blocks(m=64, ...)`, and the shared fields, `n=1`.
 
-    Configs without fields, of several classes or all alike are returned whole.
+    Nothing is left out if configs have no fields, are of several classes, or share all fields or none.
     """
     fields = [_fields_of(cfg) for cfg in cfgs]
     names = fields[0].keys() if fields else ()
@@ -49,11 +49,11 @@ def config_texts(cfgs: Sequence[Any], limit: int = MAX_CONFIG_CHARS) -> tuple[li
     shown = [{name: one_line(text, _MAX_VALUE_CHARS) for name, text in each.items()} for each in texts]
     kind = kinds.pop()
     differing = [[(name, text) for name, text in each.items() if name not in shared] for each in shown]
-    lines = [one_line(_spelt(kind, items), limit) for items in differing]
+    lines = [one_line(_abbreviated(kind, items), limit) for items in differing]
     return lines, one_line(", ".join(f"{name}={shown[0][name]}" for name in shared), _MAX_SHARED_CHARS)
 
 
-def _spelt(kind: type, items: Iterable[tuple[str, str]]) -> str:
+def _abbreviated(kind: type, items: Iterable[tuple[str, str]]) -> str:
     if issubclass(kind, dict):
         return "{" + "".join(f"{name!r}: {text}, " for name, text in items) + "...}"
     return f"{kind.__name__}({''.join(f'{name}={text}, ' for name, text in items)}...)"

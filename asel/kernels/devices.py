@@ -1,4 +1,4 @@
-"""The hardware and software that a measurement is valid for."""
+"""The hardware and software for which a measurement is valid."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def default_device() -> Any:
 def device_fingerprint(dev: Any = None) -> str:
     """Return text that is equal for equal hardware: `kind|platform version`.
 
-    JAX calls every CPU "cpu", so for those the model, the cores this process may use and the
-    vector features stand in for the kind. Without `dev`, the default device is meant.
+    JAX calls every CPU "cpu". For those, the kind is the model, the number of cores this process may use and the vector
+    features. `dev` defaults to the default device.
     """
     return _fingerprint(default_device() if dev is None else dev)
 
@@ -55,7 +55,7 @@ def _read_cpuinfo() -> str:
 def describe_cpu(cpuinfo: str, cores: int) -> str:
     """Return `model, cores, vector features` from the text of Linux's /proc/cpuinfo.
 
-    On other systems the text is empty, and Python's name of the processor is used.
+    On other systems that text is empty, and Python's name for the processor is used.
     """
     facts: dict[str, str] = {}
     for line in cpuinfo.splitlines():
@@ -65,7 +65,7 @@ def describe_cpu(cpuinfo: str, cores: int) -> str:
     model = facts.get("model name") or " ".join(
         facts[part] for part in ("cpu implementer", "cpu part", "cpu variant") if part in facts
     )
-    # Cloud machines share one model name over several generations; the family tells them apart.
+    # In clouds, several generations have one model name; family and stepping distinguish them.
     stepping = "/".join(facts[part] for part in ("cpu family", "model", "stepping") if part in facts)
     flags = set((facts.get("flags") or facts.get("features") or "").split())
     features = [feature for feature in _VECTOR_FEATURES if feature in flags]
@@ -80,12 +80,12 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-# Read at import: the first selection may come on an event loop, where no file is read.
+# Read at import: the first selection may run on an event loop, where no file may be read.
 HOST_CPU = describe_cpu(_read_cpuinfo(), _usable_cores())
 
 
 def platform_of(dev: Any) -> str:
-    """Return `gpu`, `tpu`, `cpu`, or the platform's own name: what method variants are named after."""
+    """Return `gpu`, `tpu`, `cpu` or the platform's own name. Method variants are named after it."""
     name = str(getattr(dev, "platform", "unknown")).lower()
     return "gpu" if name in ("gpu", "cuda", "rocm") else name
 
@@ -94,7 +94,7 @@ ENVIRONMENT_NAMES = ("jax", "jaxlib", "platform_version")
 
 
 def environment(dev: Any = None) -> dict[str, str]:
-    """Return the software a measurement is made with here. Without `dev`, the default device is meant."""
+    """Return the versions of the software that measurements are made with. `dev` defaults to the default device."""
     import jax
     import jaxlib.version
 

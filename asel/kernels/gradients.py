@@ -1,4 +1,4 @@
-"""A kernel's own gradient: `run` as a function that JAX differentiates by `fwd_with_residuals` and `vjp`."""
+"""A kernel's own gradient: makes JAX differentiate `run` by `fwd_with_residuals` and `vjp`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from asel.kernels.arguments import split_leaves
 from asel.kernels.kernel_methods import variant
 
 __all__ = ["differentiable", "gradient_methods"]
@@ -29,44 +30,35 @@ def differentiable(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a kernel so that JAX differentiates it by the kernel's own gradient.
+    """Run a kernel so that JAX differentiates it with the kernel's own gradient.
 
     `forward(*args, cfg=cfg)` returns the outputs and any residuals. `backward(residuals, dy, *args, cfg=cfg)`
-    returns a gradient for each positional argument: a pytree like the argument, or None, in whole or in part, for zero.
-    It also gets the outputs if it is declared as `vjp(residuals, y, dy, ...)`, by whatever names. If it returns more
-    gradients, they are those of the parameters that follow in `run`, for arguments passed by keyword; the gradient of
-    any other keyword argument is zero.
+    returns a gradient for each positional argument: a pytree like the argument, in which None means zero. It also gets
+    the outputs if it is declared as `vjp(residuals, y, dy, ...)`, by whatever names. Further gradients belong to the
+    next parameters of `run`, for arguments passed by keyword; the gradient of any other keyword argument is zero.
     """
     import jax
 
-    leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
-    is_dynamic = [_is_array(leaf) for leaf in leaves]
-    arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
+    arrays, is_dynamic, call_of = split_leaves((args, kwargs), _is_array)
     if not any(isinstance(array, jax.core.Tracer) for array in arrays):
         return run(*args, cfg=cfg, **kwargs)  # nothing to differentiate, and `run` may not be traceable
-    constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
-
-    def call_of(values: Any) -> Any:
-        given = iter(values)
-        merged = [next(given) if dynamic else leaf for leaf, dynamic in zip(constants, is_dynamic, strict=True)]
-        return jax.tree_util.tree_unflatten(structure, merged)
 
     def primal(*values: Any) -> Any:
-        call_args, call_kwargs = call_of(values)
+        call_args, call_kwargs = call_of(*values)
         return run(*call_args, cfg=cfg, **call_kwargs)
 
     def with_residuals(*values: Any) -> Any:
-        call_args, call_kwargs = call_of(values)
+        call_args, call_kwargs = call_of(*values)
         outputs, residuals = forward(*call_args, cfg=cfg, **call_kwargs)
         return outputs, _carried((values, outputs, residuals))
 
     def gradients(carried: Any, cotangent: Any) -> Any:
         values, outputs, residuals = carried()
-        call_args, call_kwargs = call_of(values)
+        call_args, call_kwargs = call_of(*values)
         wants_outputs = _wants_outputs(backward, len(call_args), call_kwargs)
         cotangents = (outputs, cotangent) if wants_outputs else (cotangent,)
         found = backward(residuals, *cotangents, *call_args, cfg=cfg, **call_kwargs)
-        found, by_name = _apart(found, len(call_args), run)
+        found, by_name = _by_parameter(found, len(call_args), run)
         aligned = _aligned(found, call_args)
         for name in sorted(call_kwargs):  # as JAX flattens them
             aligned += _aligned((by_name.get(name),), (call_kwargs[name],))
@@ -78,8 +70,8 @@ def differentiable(
     return function(*arrays)
 
 
-def _apart(gradients: Any, positional: int, run: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the gradients of the positional arguments, and by name those of any parameters after them."""
+def _by_parameter(gradients: Any, positional: int, run: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the gradients of the positional arguments, and those of the parameters after them by name."""
     if not isinstance(gradients, tuple | list) or len(gradients) <= positional:
         return gradients, {}
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -114,23 +106,14 @@ def _aligned(gradients: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _carried(value: Any) -> Any:
-    """Return a pytree of the arrays in `value` that gives `value` when called.
+    """Return a pytree of the arrays in `value` that returns `value` when called.
 
-    Residuals may also hold a config, a name, or a Python number that has to stay one.
+    Residuals may also hold a config, a name, or a Python number that has to remain one.
     """
     import jax
 
-    leaves, structure = jax.tree_util.tree_flatten(value)
-    is_dynamic = [_is_array(leaf) for leaf in leaves]
-    constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
-
-    def restore(*arrays: Any) -> Any:
-        given = iter(arrays)
-        merged = [next(given) if dynamic else leaf for leaf, dynamic in zip(constants, is_dynamic, strict=True)]
-        return jax.tree_util.tree_unflatten(structure, merged)
-
-    arrays = (leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic)
-    return jax.tree_util.Partial(restore, *arrays)  # type: ignore[no-untyped-call]
+    arrays, _, rebuild = split_leaves(value, _is_array)
+    return jax.tree_util.Partial(rebuild, *arrays)  # type: ignore[no-untyped-call]
 
 
 def _is_array(leaf: Any) -> bool:
@@ -141,9 +124,9 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _as_cotangent(gradient: Any, array: Any) -> Any:
-    """Return a gradient in the form that JAX takes for `array`: None for zero, which is all that an integer has.
+    """Return a gradient in the form that JAX expects for `array`: None means zero, as for every integer array.
 
-    Within `shard_map(check_vma=True)` it is summed over the devices that share the array; without, JAX sums it.
+    Within `shard_map(check_vma=True)` it is summed here over the devices that share the array; otherwise JAX does that.
     """
     import jax
 
@@ -154,7 +137,7 @@ def _as_cotangent(gradient: Any, array: Any) -> Any:
 
 
 def _varying_axes(array: Any) -> frozenset[Any]:
-    """Return the mesh axes along which the value differs from device to device."""
+    """Return the mesh axes along which an array differs from device to device."""
     import jax
 
     of_type: Any = jax.typeof(array)
@@ -167,9 +150,9 @@ _COTANGENTS = ("d", "g", "ct", "cot")
 
 
 def _wants_outputs(backward: Callable[..., Any], positional: int, kwargs: dict[str, Any]) -> bool:
-    """Tell whether `vjp` is declared with the outputs, as ejKernel documents it; its executor calls it without.
+    """Return whether `vjp` takes the outputs, as ejKernel documents it; ejKernel's executor calls it without.
 
-    The number of its parameters says so. If it takes any number of arguments, the names of two parameters do.
+    The number of its parameters decides. If it takes any number of arguments, the names of two parameters do.
     """
     try:
         signature = inspect.signature(backward)

@@ -51,24 +51,25 @@ class Kernel(Generic[Cfg, Out]):
 
     Raise `version` when the implementation changes: configs tuned for an earlier version then no longer apply.
 
-    Attributes are read when a kernel is first asked for. Kernels of one class with equal attributes are one from then
-    on, and to a program that was compiled for them the attributes are constants.
+    Attributes are read when the kernel is first used; changing them later has no effect. Kernels of one class with
+    equal attributes count as the same kernel.
     """
 
     op_id: str
     version: str = "0"
     key_builder: Callable[..., Any] | None = None
-    """Replaces the call signature: takes the invocation, returns what its answer depends on."""
+    """Replaces the call signature: takes the invocation and returns the facts that its answer depends on."""
     buckets: Mapping[str, Sequence[int]] | None = None
     """Coarsens the signature: `{"q.shape[1]": powers_of_two(128, 32768)}`.
 
-    A bucket is tuned once, at its upper bound: `heuristic_cfg` and `candidate_cfgs` are asked for a call of that size,
-    with a shape in the place of the smaller array, and measured with arrays of that size (`example_inputs`, or zeros).
-    So name every dimension that changes along with it; and every candidate has to work for all sizes of the bucket.
+    A bucket is tuned once, at its upper bound. `heuristic_cfg` and `candidate_cfgs` are called with an invocation of
+    that size, in which shapes replace smaller arrays, and candidates are measured with arrays of that size
+    (`example_inputs`, or zeros). So name all dimensions that change together. Every candidate has to work for every
+    size in the bucket.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Keep a partial in the class body as it is: Python 3.13 warns that a later version makes a method of it."""
+        """Wrap partials in the class body in `staticmethod`: a later Python version will make methods of bare ones."""
         super().__init_subclass__(**options)
         for name, value in list(vars(cls).items()):
             if isinstance(value, functools.partial):
@@ -85,11 +86,11 @@ class Kernel(Generic[Cfg, Out]):
         return args, kwargs
 
     def run(self, *args: Any, **kwargs: Any) -> Out:
-        """Compute the result with the config that comes as `cfg`."""
+        """Compute the result with the config in `cfg`."""
         raise NotImplementedError(f"{type(self).__qualname__} has no run method")
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
-        """Return a config that is right for this call, if not the fastest."""
+        """Return a config that works for this call, even if it is not the fastest."""
         raise NotImplementedError(f"{type(self).__qualname__} has no heuristic_cfg method")
 
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
@@ -98,7 +99,7 @@ class Kernel(Generic[Cfg, Out]):
 
 
 class FunctionKernel(Kernel[Cfg, Out]):
-    """A kernel made of a function that takes `cfg` as a keyword."""
+    """A kernel made from a function that takes `cfg` as a keyword argument."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class FunctionKernel(Kernel[Cfg, Out]):
         buckets: Mapping[str, Sequence[int]] | None,
     ) -> None:
         super().__init__(op_id)
-        functools.update_wrapper(self, fn, updated=())  # its name and doc; its attributes are not the kernel's
+        functools.update_wrapper(self, fn, updated=())  # copies name and doc, but not the function's attributes
         self.fn = fn
         self.version = version
         self.key_builder = key_builder
@@ -123,14 +124,14 @@ class FunctionKernel(Kernel[Cfg, Out]):
         return self.fn(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By name, as functions are: the function itself is no longer found under its own.
+        # By name, like a function: under the function's name, pickle would find this kernel.
         module, name = self.fn.__module__, self.fn.__qualname__
         try:
             found = _imported(module, name)
         except (AttributeError, ImportError):
             found = None
         if found is not self:
-            raise pickle.PicklingError(f"kernel {self.op_id!r} is not found as {name!r} in module {module!r}")
+            raise pickle.PicklingError(f"kernel {self.op_id!r} cannot be imported as {name!r} from module {module!r}")
         return _imported, (module, name)
 
     def run(self, *args: Any, **kwargs: Any) -> Out:
@@ -160,10 +161,9 @@ def kernel(
     key_builder: Callable[..., Any] | None = None,
     buckets: Mapping[str, Sequence[int]] | None = None,
 ) -> Callable[[Callable[..., Out]], FunctionKernel[Cfg, Out]]:
-    """Make a kernel of a function that takes `cfg` as a keyword argument.
+    """Make a kernel from a function that takes `cfg` as a keyword argument.
 
-    `configs` and `heuristic` are values, or functions of the invocation. The kernel can still be
-    called as the function it was.
+    `configs` and `heuristic` are values, or functions of the invocation. Calling the kernel calls the function.
     """
 
     def make(fn: Callable[..., Out]) -> FunctionKernel[Cfg, Out]:
@@ -213,7 +213,7 @@ def _is_call(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """Name what kind of thing a value is, with its article."""
+    """Return the name of a value's type, with an article."""
     if isinstance(value, type):
         return f"a class {value.__name__}"
     name = type(value).__name__

@@ -1,4 +1,4 @@
-"""Looks up a kernel's methods: variants by platform, optional ones, and the names of its parameters."""
+"""A kernel's methods: variants for platforms, optional methods, and parameter names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RAISES_IN_EJKERNEL = frozenset({"run", "fwd_with_residuals", "vjp"})
 def variant(kernel: Any, method: str, platform: str, context: str | None) -> Callable[..., Any] | None:
     """Return the most specific variant of `method` that this kernel defines, or None.
 
-    Stubs that a base class raises from do not count.
+    A base class's stub, which only raises, does not count.
     """
     suffixes = [f"_{context}_{platform}", f"_{context}"] if context else []
     for suffix in (*suffixes, f"_{platform}", ""):
@@ -40,7 +40,7 @@ def variant(kernel: Any, method: str, platform: str, context: str | None) -> Cal
 
 
 def _is_stub(found: Any, method: str, suffix: str) -> bool:
-    """Tell whether a method only raises until a subclass overrides it: one of our base class, or of ejKernel's."""
+    """Return whether a method is a stub of our base class, or of ejKernel's, that only raises."""
     function: Any = getattr(found, "__func__", None)
     if function is getattr(Kernel, method, None):
         return True
@@ -52,8 +52,8 @@ def _is_stub(found: Any, method: str, suffix: str) -> bool:
 def ranks_of(kernel: Any, inv: Any, candidates: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:
     """Return each candidate's group and priority; None if the kernel has no `candidate_priority(cfg, inv)`.
 
-    That method returns a priority, or a group and a priority. Groups are tried from the highest down until one
-    has a success. A candidate with a negative number is never tried.
+    That method returns a priority, or a group and a priority. Groups are tried from the highest down until a candidate
+    succeeds. A candidate with a negative group or priority is never tried.
 
     Raises:
         TypeError: it returned something else.
@@ -65,16 +65,16 @@ def ranks_of(kernel: Any, inv: Any, candidates: Sequence[Any]) -> tuple[tuple[in
 def _as_rank(given: Any, cfg: Any) -> tuple[int, int]:
     rank = given if isinstance(given, tuple) else (given,)
     if len(rank) not in (1, 2) or not all(isinstance(number, Real) for number in rank):
-        raise TypeError(f"it returned {given!r} for {cfg!r}, which is neither a number nor a group and a priority")
+        raise TypeError(f"it returned {given!r} for {cfg!r}, neither a priority nor a tuple of group and priority")
     priority = rank[-1]
     group = rank[0] if len(rank) == 2 else 0 if priority >= 0 else -1
     return group, priority
 
 
 def example_inputs_of(kernel: Any, inv: Any) -> Callable[[], Any] | None:
-    """Return a function that makes arguments for a call of which only shapes are known; None if the kernel has none.
+    """Return a function that makes arguments for a call that has only shapes; None if the kernel cannot make any.
 
-    A kernel's `example_inputs(inv)` returns args, or args and kwargs; without it shapes become zeros.
+    A kernel's `example_inputs(inv)` returns args, or args and kwargs. Without it, shapes become zeros.
     """
     make = getattr(kernel, "example_inputs", None)
     jax = sys.modules.get("jax")  # before JAX is imported, no argument can be one of its shapes
@@ -86,7 +86,7 @@ def example_inputs_of(kernel: Any, inv: Any) -> Callable[[], Any] | None:
 
     def example() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         made = make(inv)
-        # An array and a dict of parameters are two arguments: kwargs stand beside args in a tuple of their own.
+        # `(array, dict)` is two arguments; `((array,), dict)` is args and kwargs.
         has_kwargs = isinstance(made, tuple) and len(made) == 2 and _are_args(*made)
         args, kwargs = made if has_kwargs else (made, inv.kwargs)
         return tuple(args), dict(kwargs)
@@ -99,13 +99,13 @@ def _are_args(args: Any, kwargs: Any) -> bool:
 
 
 def has_default_candidates(kernel: Any) -> bool:
-    """Tell whether a kernel takes its candidates from `Kernel`: the heuristic's config and no other."""
+    """Return whether a kernel inherits `candidate_cfgs` from `Kernel`, so that the heuristic is its only candidate."""
     names = [name for name in dir(kernel) if name.startswith("candidate_cfgs")]
     return isinstance(kernel, Kernel) and names == ["candidate_cfgs"] and variant(kernel, names[0], "", None) is None
 
 
 def parameters_of(kernel: Any) -> inspect.Signature | None:
-    """Return the signature that names a kernel's arguments; None if Python cannot tell it."""
+    """Return the signature of a kernel's `run`; None if it has none that can be inspected."""
     try:
         return inspect.signature(kernel.fn if isinstance(kernel, FunctionKernel) else kernel.run)
     except (AttributeError, TypeError, ValueError):
@@ -119,13 +119,13 @@ def _positional(code: Any, is_method: bool) -> tuple[tuple[str, bool], ...]:
 
 
 def positional_names(kernel: Any) -> tuple[tuple[str, bool], ...]:
-    """Return the names of the parameters that positional arguments fill, each with whether it is positional-only.
+    """Return the names of the parameters that take positional arguments, and whether each is positional-only.
 
     Empty if the kernel's parameters cannot be known, or if they are `*args`.
     """
     run = kernel.fn if isinstance(kernel, FunctionKernel) else getattr(kernel, "run", None)
     function = getattr(run, "__func__", run)
-    # Most are plain functions, read here: `inspect.signature` costs more than the rest of a key.
+    # A fast path for plain functions, which most are: `inspect.signature` costs more than the rest of a key.
     if isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__"):
         return _positional(function.__code__, function is not run)
     parameters = parameters_of(kernel)
@@ -140,8 +140,8 @@ def key_builder_of(kernel: Any) -> Callable[[Any], Any] | None:
     """Return the kernel's key builder as a function of the invocation alone.
 
     A plain function in a class body becomes a method when it is looked up; its number of parameters shows whether
-    `self` was meant to be the first. A partial is read from the class's dict, because a lookup would warn that a
-    later Python makes a method of it.
+    it expects `self`. A partial is read without attribute lookup, which would warn that a later Python version will
+    make a method of it.
     """
     declared = inspect.getattr_static(kernel, "key_builder", None)
     if isinstance(declared, functools.partial):

@@ -1,4 +1,4 @@
-"""A number for each kernel, by which signatures know it."""
+"""A number for each kernel, used in signatures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _forget(seen: dict[int, Any], name: int, _: object) -> None:
 
 
 class _KernelNumbers:
-    """A number for each kernel; kernels of one class with equal attributes have the same.
+    """A number for each kernel; kernels of one class with equal attributes share a number.
 
-    So a kernel made for every call is recognised. A kernel whose attributes have no canonical form, or are arrays,
-    is recognised by identity alone. No kernel is kept alive, except the last few that have no weak references.
+    So a kernel that is made for every call is recognised. A kernel whose attributes have no canonical form, or are
+    arrays, is recognised by identity. No kernel is kept alive, except the last few that do not support weak references.
     """
 
     def __init__(self, max_entries: int = 4096, max_held: int = 256) -> None:
@@ -39,7 +39,7 @@ class _KernelNumbers:
         number = next(self._unused) if shared is None else shared
         name = id(kernel)
         try:
-            # The callback runs before the memory is used again, so an id never stands for a later object.
+            # The callback runs before the memory is reused, so an id never refers to a later object.
             holder: Any = weakref.ref(kernel, partial(_forget, self.seen, name))
         except TypeError:
             holder = kernel
@@ -47,20 +47,20 @@ class _KernelNumbers:
         if holder is kernel:
             self._held.append(name)
             if len(self._held) > self._max_held:
-                self.seen.pop(self._held.popleft(), None)  # before the kernel is freed and another gets its id
+                self.seen.pop(self._held.popleft(), None)  # before the kernel is freed and its id reused
         return number
 
     def _shared_number(self, kernel: Any) -> int | None:
-        """Return the number of all kernels equal to this one; None if it is recognised by identity."""
+        """Return the number that equal kernels share; None if this kernel is recognised by identity."""
         kind = type(kernel)
         shows_state = hasattr(kernel, "__dict__") or all("__slots__" in vars(base) for base in kind.__mro__[:-1])
         if not shows_state or any(map(_is_array, attributes_of(kernel))):
             return None
         try:
             form = Canonicaliser().state(kernel, "kernel")
-        except Exception:  # attributes of any kind, with properties of any kind
+        except Exception:  # attributes may be of any kind, and have no form or raise
             return None
-        # The class itself and not its name, which another may have, as in a notebook.
+        # The class itself rather than its name: in a notebook, several classes may have one name.
         token = (kind, form)
         if (number := self._numbers.get(token)) is None:
             self._numbers.put(token, number := next(self._unused))
@@ -81,10 +81,10 @@ def _is_array(value: Any) -> bool:
 
 def kernel_number(kernel: Any) -> int:
     """Return the number that stands for a kernel in signatures."""
-    return known[0] if (known := kernel_numbers.seen.get(id(kernel))) else kernel_numbers.learn(kernel)
+    return seen[0] if (seen := kernel_numbers.seen.get(id(kernel))) else kernel_numbers.learn(kernel)
 
 
 def is_known_by_itself(kernel: Any) -> bool:
-    """Tell whether a kernel is recognised by identity, so that its signatures are useless once it is gone."""
+    """Return whether a kernel is recognised by identity, so that its signatures are useless once it is freed."""
     kernel_number(kernel)
     return kernel_numbers.seen[id(kernel)][2]

@@ -1,4 +1,4 @@
-"""Notices an op whose keys differ in one constant only, as when a step count is passed as a Python number."""
+"""Detects ops whose keys differ in one constant only, as when a step count is passed as a Python number."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from asel.runtime.bounded_memo import BoundedMemo
 __all__ = ["MANY_KEYS", "Churn", "ChurnWatch"]
 
 MANY_KEYS = 64
-"""Values of one constant that count as churn: more than the head dimensions, windows and flags of a real model."""
+"""The number of values of one constant that counts as churn. A real model has fewer head dimensions or windows."""
 _MAX_GROUPS = 4096
 _MAX_CONSTANTS = 256
 _PATH = re.compile(r"(?:args\[(\d+)\]|kwargs\['(\w+)'\])(.*)", re.DOTALL)
 
 
 class Churn(NamedTuple):
-    """One op has `keys` keys that differ in the value of `argument` only."""
+    """An op has `keys` keys that differ only in the value of `argument`."""
 
     argument: str
     keys: int
 
 
 class ChurnWatch:
-    """Counts, for each constant of an op's calls, the values it had in calls that were equal but for it.
+    """Counts the values of each constant among calls that are otherwise equal.
 
-    Called for new signatures only; each op is reported once. Memory is bounded: some thousands of groups of calls,
-    each with at most `MANY_KEYS` hashes. The least recently met groups are forgotten.
+    Called for new signatures only; each op is reported once. Memory is bounded: a few thousand groups of calls, each
+    with at most `MANY_KEYS` hashes. The least recently used groups are forgotten.
     """
 
     def __init__(self) -> None:
         self._values: BoundedMemo[set[int]] = BoundedMemo(_MAX_GROUPS)
-        self._told: dict[str, object] = {}
+        self._reported: dict[str, object] = {}
 
     def note(self, op: str, device: str, encoder: Encoder, names: Sequence[str]) -> Churn | None:
-        """Take note of a new signature; return the churn that it completes, once for each op."""
-        if op in self._told:
+        """Record a new signature. Return the churn, once for each op, when a constant reaches `MANY_KEYS` values."""
+        if op in self._reported:
             return None
         for path, value in encoder.constants[:_MAX_CONSTANTS]:
             group = (op, device, path, encoder.parts - value)
@@ -48,8 +48,9 @@ class ChurnWatch:
             values.add(value)
             if len(values) >= MANY_KEYS:
                 mine = object()
-                # One of several threads that come this far at once is the first.
-                return Churn(_readable(path, names), len(values)) if self._told.setdefault(op, mine) is mine else None
+                if self._reported.setdefault(op, mine) is not mine:
+                    return None  # another thread got here first, and reports
+                return Churn(_readable(path, names), len(values))
         return None
 
 

@@ -27,9 +27,9 @@ __all__ = ["KeyMemo", "Resolved"]
 
 
 class Resolved(Generic[Cfg]):
-    """Everything that depends on a kernel and a signature alone: the key at once, candidates and checksums on demand.
+    """Everything that depends only on kernel and signature: the key, and on demand candidates and checksums.
 
-    `memory_answer` belongs to the selector: the last answer from memory, for calls that repeat. `churn` is set if this
+    `memory_answer` belongs to the selector: its last answer from memory for this signature. `churn` is set if this
     signature is one of many that differ in one constant, until the selector has reported it.
     """
 
@@ -74,9 +74,9 @@ class Resolved(Generic[Cfg]):
         return partial(ask_kernel, kernel, inv, self.platform, context)
 
     def listing(self, inv: Any, kernel: Any) -> CandidateList:
-        """Return the candidates for a call of this signature, asking the kernel the first time.
+        """Return the candidates for a call of this signature, which the kernel lists the first time.
 
-        The call is passed again rather than kept: it holds arrays. A kernel that raises is asked again next time.
+        The call is passed rather than stored, since it holds arrays. If the kernel raises, the next call asks it again.
 
         Raises:
             UnstableKeyError: a candidate has no stable identity.
@@ -92,7 +92,7 @@ class Resolved(Generic[Cfg]):
         try:
             with ordinary_errors("it"):
                 groups = ranks_of(kernel, inv, candidates)
-        except Exception as error:  # the candidates are unaffected, so their stored records still answer
+        except Exception as error:  # the candidates are valid without it, so their stored records still apply
             none, raised = f"candidate_priority raised {type(error).__name__}: {redact(error)}", True
         listing = CandidateList(candidates, incumbent, groups, none, raised)
         if not raised:
@@ -101,11 +101,11 @@ class Resolved(Generic[Cfg]):
 
     @property
     def call(self) -> str:
-        """The call as people read it."""
+        """The readable call."""
         return self.key.call
 
     def checksum(self, objective: Objective, listing: CandidateList) -> str:
-        """Return the checksum of `listing`, which is this signature's."""
+        """Return the checksum of `listing`, a list of candidates for this signature."""
         if listing is not self._listing:
             return checksum(listing.candidates, version=self.version, objective=objective)
         found = self._checksums.get(objective)
@@ -116,11 +116,10 @@ class Resolved(Generic[Cfg]):
 
 
 class KeyMemo:
-    """Remembers what was resolved for each kernel and signature.
+    """A bounded memo of what was resolved for each kernel and signature.
 
-    `keys_in_memory` returns the number of keys in the selector's memory. The memo has room for twice as many, because a
-    call may be written in several ways; so a hit costs the same with 100,000 keys as with ten. `max_entries` bounds it
-    otherwise: shapes that only heuristics answer do not pile up.
+    It has room for `max_entries` signatures, or for twice `keys_in_memory()` if that is more, so that a hit costs the
+    same with 100,000 keys in memory as with ten. Twice, because one key may have several signatures.
     """
 
     def __init__(self, max_entries: int = 8192, keys_in_memory: Callable[[], int] = lambda: 0) -> None:
@@ -150,12 +149,12 @@ class KeyMemo:
                 if not found.kernel_raised:  # an error may be temporary, so the kernel is asked again
                     self._resolved.put(token, found)
         except UnstableKeyError:
-            check_request(inv, kernel)  # a kernel in the place of an argument has no stable identity
-            call_key(inv, kernel)  # raises the same with the whole path of the argument
+            check_request(inv, kernel)  # swapped arguments may also end here: a kernel has no stable identity
+            call_key(inv, kernel)  # raises the same error, with the argument's full path
             raise
         except RecursionError:
             raise refuse_if_endless(inv) from None
         except (AttributeError, TypeError):
-            check_request(inv, kernel)  # here, so that looking costs nothing while all is well
+            check_request(inv, kernel)  # only now, so that valid requests do not pay for the check
             raise
         return found

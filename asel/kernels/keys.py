@@ -1,4 +1,4 @@
-"""The key of a call, under which its config is kept."""
+"""The key of a call, under which its config is stored."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class _KeyParts(NamedTuple):
 
 
 class CacheKey(_KeyParts):
-    """The key that a config is kept under; equal to the plain tuple.
+    """The key that a config is stored under; equal to the plain tuple.
 
-    `call` is the call as people read it (`q=bf16[8,1024,128], causal=True`), if known. It takes no part in equality.
+    `call` is the readable call (`q=bf16[8,1024,128], causal=True`), or empty. It takes no part in equality.
     """
 
     call = ""
@@ -37,12 +37,12 @@ class CacheKey(_KeyParts):
 
     @property
     def kernel_name(self) -> str:
-        """The operation without the version of its kernel."""
+        """The op without its kernel's version."""
         return self.op_id.partition("@")[0]
 
 
 def call_key(inv: Any, kernel: Any = None) -> str:
-    """Return the digest that names this call among all calls of its kernel.
+    """Return the digest that identifies this call among all calls of its kernel.
 
     Raises:
         UnstableKeyError: an argument has no stable identity.
@@ -66,7 +66,7 @@ def encode_call(inv: Any, kernel: Any) -> tuple[str, Encoder]:
 
 
 def at_tuned_size(inv: Any, kernel: Any) -> Any:
-    """Return the call that candidates are listed for and measured with: the upper bounds of its buckets."""
+    """Return the call at its buckets' upper bounds: candidates are listed for that call, and measured with it."""
     declared = getattr(kernel, "buckets", None)
     if not declared or key_builder_of(kernel) is not None:
         return inv
@@ -81,6 +81,6 @@ def build_key(builder: Any, inv: Any) -> Any:
             raise
     if built is None:
         raise InvalidRequestError(
-            f"key_builder returned None for {inv.op_id!r}; it must say what the answer depends on"
+            f"key_builder returned None for {inv.op_id!r}; it must return the facts that the answer depends on"
         )
     return built

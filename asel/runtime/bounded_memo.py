@@ -13,15 +13,16 @@ T = TypeVar("T")
 class BoundedMemo(Generic[T]):
     """A bounded mapping that costs one dict look-up on a hit.
 
-    Two generations: when the young one is full it becomes the old one. An old entry that is read moves to the
-    young generation; an entry that is not read during a whole generation is forgotten. No lock: each step
-    is one dict operation, and a race costs one recomputation at most.
+    It has two generations: when the young one is full, it replaces the old one. An old entry that is read moves to the
+    young generation, so entries that are not read for a whole generation are forgotten. No lock: each step is one
+    dict operation, and a race costs one recomputation at most.
+
+    `min_capacity` returns a number of entries to have room for, even if it exceeds `max_entries`.
     """
 
-    def __init__(self, max_entries: int, at_least: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, max_entries: int, min_capacity: Callable[[], int] = lambda: 0) -> None:
         self._half = max(1, max_entries // 2)
-        # Returns a number of entries to have room for, even if it exceeds `max_entries`.
-        self._at_least = at_least
+        self._min_capacity = min_capacity
         self.young: dict[Any, T] = {}
         self._old: dict[Any, T] = {}
 
@@ -32,7 +33,7 @@ class BoundedMemo(Generic[T]):
         return found
 
     def put(self, key: Any, value: T) -> None:
-        if len(self.young) >= self._half and len(self.young) >= self._at_least():
+        if len(self.young) >= self._half and len(self.young) >= self._min_capacity():
             self._old, self.young = self.young, {}
         self.young[key] = value
 
@@ -41,7 +42,7 @@ class BoundedMemo(Generic[T]):
         self._old.pop(key, None)
 
     def replace_all(self, change: Callable[[T], T]) -> None:
-        """Replace every value by `change` of it."""
+        """Replace every value by `change(value)`."""
         for generation in (self.young, self._old):
             for key in list(generation):
                 generation[key] = change(generation[key])

@@ -1,4 +1,4 @@
-"""A count that is exact, whichever threads add to it."""
+"""An exact counter that threads share."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["Count"]
 
 
 class Count:
-    """A number that any thread may add one to, without a lock and without losing any.
+    """A counter that any thread may increment without a lock.
 
-    `add` is one step in C. It returns a number that grows with each call; reading `value` makes it grow, too.
+    `add` is one step in C, so no increment is lost. Its return value means nothing: reading `value` increments it, too.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_looks", "add")
+    __slots__ = ("__weakref__", "_lock", "_reads", "add")
 
     def __init__(self) -> None:
         self.add: Callable[[], int] = count().__next__
-        self._looks = 0
+        self._reads = 0
         self.renew()
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """In the child of a fork: a lock that nobody holds."""
+        """Replace the lock: in the child of a fork, a copied lock may stay held forever."""
         self._lock = threading.Lock()
 
     @property
     def value(self) -> int:
         with self._lock:
-            # The only way to read such a number is to take one.
-            value = self.add() - self._looks
-            self._looks += 1
+            # `count` can only be read by incrementing it.
+            value = self.add() - self._reads
+            self._reads += 1
             return value

@@ -1,4 +1,4 @@
-"""Objects with a lock, made usable again in the child of a fork."""
+"""Locks renewed in the child of a fork."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["renew_after_fork"]
 
 
 class Renewable(Protocol):
-    """An object that a fork may have copied in the middle of a change."""
+    """An object that may be copied by a fork in the middle of a change."""
 
     def renew(self) -> None:
-        """Make new locks, and drop the work that only the parent's threads could finish."""
+        """Make new locks, and drop work that only the parent's threads could finish."""
 
 
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_after_fork(owner: Renewable) -> None:
-    """Have `owner.renew()` called in every child: a fork copies a held lock, and not the thread that would release it.
+    """Call `owner.renew()` in the child of every fork.
 
-    The owner is held weakly.
+    A fork copies a held lock, but not the thread that would release it. The owner is held weakly.
     """
     _owners.add(owner)
 

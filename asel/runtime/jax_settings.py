@@ -1,4 +1,4 @@
-"""JAX settings of a thread that change what a kernel compiles to: captured at the call, entered in worker threads."""
+"""A thread's JAX settings that change what a kernel compiles to: captured at the call, re-entered in worker threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Settings(NamedTuple):
     """The caller's JAX settings that change what a kernel compiles to.
 
-    JAX keeps them per thread, so a tune re-enters them in the threads it works in.
+    JAX keeps them per thread, so a tune re-enters them in its worker threads.
     """
 
     x64: bool
@@ -28,7 +28,7 @@ class Settings(NamedTuple):
     mesh: Any = None
     """The mesh that `jax.set_mesh` has set; an abstract one if it was read while tracing."""
     others: tuple[tuple[str, Any], ...] = ()
-    """All other settings of the caller's thread, by the name of the context manager in `jax` that sets them."""
+    """All other settings, by the name of the context manager in `jax` that sets them."""
     blocks: tuple[tuple[str, Any], ...] = ()
     """The blocks that the caller's thread is in, such as `with mesh:`, by JAX's name."""
 
@@ -38,8 +38,8 @@ class Settings(NamedTuple):
         return self.mesh is not None or any(name == _MESH_BLOCK for name, _ in self.blocks)
 
 
-# Left out of `others`: settings with a field of their own, and one that is meant to fail in other threads.
-_NOT_OTHERS = frozenset(
+# Settings with a field of their own, and one that is meant to fail in other threads.
+_EXCLUDED = frozenset(
     {
         "enable_x64",
         "default_matmul_precision",
@@ -74,10 +74,10 @@ def current_settings() -> Settings:
 
 @functools.cache
 def _other_setters() -> dict[str, Any]:
-    """Return JAX's context managers for settings that a thread may override, such as dtype promotion."""
+    """Return JAX's context managers for thread-local settings, such as dtype promotion."""
     import jax
 
-    names = (name for name in dir(jax) if name not in _NOT_OTHERS and not name.startswith("_"))
+    names = (name for name in dir(jax) if name not in _EXCLUDED and not name.startswith("_"))
     found = {name: getattr(jax, name) for name in names}
     return {
         name: setter
@@ -122,12 +122,12 @@ def _current_mesh() -> Any:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # while tracing, only its shape is known
         mesh = jax.sharding.get_abstract_mesh()
-    # Within `shard_map` each device has its own part, and no mesh can be set.
+    # Within `shard_map`, no mesh can be set.
     return None if mesh.empty or jax.sharding.AxisType.Manual in mesh.axis_types else mesh
 
 
 def real_mesh(mesh: Any) -> Any:
-    """Return a mesh over devices of this process: itself, or one of an abstract mesh's form."""
+    """Return a mesh of devices for an abstract mesh; a real mesh is returned unchanged."""
     import jax
     import numpy as np
 
@@ -139,7 +139,7 @@ def real_mesh(mesh: Any) -> Any:
 
 @contextmanager
 def settings_held(settings: Settings | None) -> Iterator[None]:
-    """Hold a caller's settings in the current thread."""
+    """Apply a caller's settings to the current thread inside the block."""
     import jax
     import numpy as np
 
@@ -155,11 +155,11 @@ def settings_held(settings: Settings | None) -> Iterator[None]:
                 stack.enter_context(_other_setters()[name](value))
             no_mesh = jax.sharding.Mesh(np.empty((), dtype=object), ())
             had_mesh = not jax.sharding.get_mesh().empty
-            # Entered even without a mesh, so that a mesh that `work` sets and leaves behind is gone afterwards.
+            # Entered even without a mesh, so that a mesh that the block sets and does not reset is gone afterwards.
             mesh = jax.set_mesh(no_mesh if settings.mesh is None else real_mesh(settings.mesh))
             stack.push(mesh)
             if settings.mesh is None and not had_mesh:
-                # `jit` tells an empty mesh from no mesh, and would trace again on the caller's own thread.
+                # `jit` distinguishes an empty mesh from no mesh, and would trace again in the caller's thread.
                 mesh.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             here = _current_blocks()
             for block in settings.blocks:

@@ -1,4 +1,4 @@
-"""Modules that take long to import, imported when they are first used: `import asel` does not wait for them."""
+"""Slow modules, imported on first use, so that `import asel` does not wait for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LazyModule"]
 
 
 class LazyModule(ModuleType):
-    """Stands for a module until one of its attributes is read, then puts the module into its own place.
+    """A placeholder that imports its module, and is replaced by it, when an attribute is first read.
 
     `np = LazyModule("numpy", globals(), "np")` at the top of a file is `import numpy as np`, later.
     """

@@ -16,8 +16,8 @@ __all__ = ["Limiter"]
 class Limiter:
     """Admits a fixed number of tasks of an event loop at a time, in the order in which they arrive.
 
-    Unlike anyio's limiters it is not bound to an event loop, so one object can serve several loops. Each has the whole
-    number: a task of one loop cannot wait for one of another.
+    Unlike anyio's limiters it is not bound to an event loop, so one object can serve several. The limit applies to each
+    loop separately: a task of one loop cannot wait for a task of another.
     """
 
     def __init__(self, limit: int) -> None:
@@ -26,7 +26,7 @@ class Limiter:
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Hold one of the slots while the block runs."""
-        gate = self._gates.here()  # kept: a task of a loop that died may be closed in another
+        gate = self._gates.here()  # looked up once: a task of a loop that died may be closed in another
         await gate.enter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Event loops: a loop's clock as a value, calls into it from any thread, and tasks that no group owns.
+"""Event loops: their clocks, calls into them from any thread, and tasks that no task group owns.
 
 anyio offers none of these.
 """
@@ -26,14 +26,14 @@ __all__ = [
     "LoopHandle",
     "PerLoop",
     "context_for_another_loop",
-    "in_a_task_of_its_own",
     "is_failure",
     "ordinary_errors",
     "raise_interrupts_at_awaits",
+    "spawn_loop_task",
 ]
 
 T = TypeVar("T")
-# Counts the forks that lead to this process: the event loops of its parents do not run here.
+# The number of forks between the first process and this one: a parent's event loops do not run in its child.
 _generation = 0
 
 
@@ -47,10 +47,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class LoopHandle:
-    """The event loop it was made in, for use from any thread.
+    """The event loop that was running when this object was made, for use from any thread.
 
-    `now` is that loop's clock (a virtual one in tests), so every time in an event, whichever
-    thread it comes from, is on one axis. `epoch_ns` is when that clock was at zero, on the wall's.
+    `now` is that loop's clock (a virtual one in tests), so events from all threads are timed by one clock.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class LoopHandle:
         self.now: Callable[[], float]
         if isinstance(native, asyncio.AbstractEventLoop):
             self._post = native.call_soon_threadsafe
-            # The function that asyncio's own loops call, without the call in between: every hit reads the time.
+            # What asyncio's own loops call, without their method around it: every hit reads the time.
             own = type(native).time is asyncio.BaseEventLoop.time
             self.now = time.monotonic if own else native.time
             virtual = getattr(native, "virtual", False)
@@ -73,50 +72,50 @@ class LoopHandle:
             self._post = native.run_sync_soon
             self.now = clock.current_time
             virtual = hasattr(clock, "jump")
-        # A virtual clock has no relation to the wall clock, so the relation of this moment is kept.
+        # A virtual clock does not follow the wall clock, so their difference at this moment is kept.
         self._epoch_ns = self._epoch_now_ns() if virtual else None
 
     def epoch_ns(self) -> int:
-        """Return what to add to a time of this loop, in nanoseconds, to get the time of day."""
-        # Computed each time: the wall clock may be set, and the loop's stops while the machine sleeps.
+        """Return the offset from this loop's clock to Unix time, in nanoseconds."""
+        # Computed each time: the wall clock may be set, and the loop's clock stops while the machine sleeps.
         return self._epoch_now_ns() if self._epoch_ns is None else self._epoch_ns
 
     def _epoch_now_ns(self) -> int:
         return time.time_ns() - round(self.now() * 1e9)
 
     def is_current(self) -> bool:
-        """Tell whether the calling code runs in this loop's thread."""
+        """Return whether the caller runs in this loop's thread."""
         return threading.get_ident() == self._thread
 
     def is_running_here(self) -> bool:
-        """Tell whether the calling code runs in this loop, and not in another loop of its thread."""
+        """Return whether the caller runs in this loop, and not in another loop of its thread."""
         if isinstance(self.native, asyncio.AbstractEventLoop):
             return asyncio._get_running_loop() is self.native
         return self.is_current() and current_token().native_token is self.native
 
     def has_ended(self) -> bool:
-        """Tell whether nothing will run in this loop any more."""
+        """Return whether the loop is closed, so that nothing will run in it any more."""
         return not self.post(lambda: None)
 
     def post(self, callback: Callable[[], object]) -> bool:
         """Have the loop call `callback` soon, in the caller's context; False if the loop has ended.
 
-        In the child of a fork it has ended: the child has a copy of the loop, but waking it would wake the parent's.
+        In the child of a fork, it has: waking the child's copy of the loop would wake the parent's loop.
         """
         if self._generation != _generation:
             return False
         try:
             self._post(context_for_another_loop().run, callback)
         except RuntimeError:
-            # asyncio raises RuntimeError, trio its RunFinishedError, which is one.
+            # asyncio raises RuntimeError itself, trio a subclass of it.
             return False
         return True
 
 
 def context_for_another_loop() -> Context:
-    """Return a copy of this context that does not name the library of this event loop.
+    """Return a copy of this context that does not name this event loop's library.
 
-    anyio's `run` names it in a variable. On asyncio, a task that inherits "trio" would be taken for one of trio's.
+    anyio's `run` sets a variable to that name. An asyncio task that inherits "trio" would be mistaken for a trio task.
     """
     context = copy_context()
     if (sniffio := sys.modules.get("sniffio")) is not None:
@@ -125,14 +124,14 @@ def context_for_another_loop() -> Context:
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop, made when it is first asked for there, and gone with the loop."""
+    """One object for each event loop, made on first use there and freed with the loop."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
 
     def here(self) -> T:
-        """Return the running loop's."""
+        """Return the running loop's object."""
         loop = current_token().native_token
         if (made := self._made.get(loop)) is None:
             made = self._made[loop] = self._make()
@@ -140,10 +139,10 @@ class PerLoop(Generic[T]):
 
 
 def is_failure(error: BaseException) -> bool:
-    """Tell whether an exception is a failure of the code it came from, and not an order to end the task.
+    """Return whether an exception is a failure of the code that raised it, rather than an order to end the task.
 
-    Code that waits for a task of its own may raise CancelledError on asyncio, and so may any function. A task that lets
-    it pass is taken for cancelled: it ends silently, and its task group with it.
+    On asyncio any code may raise CancelledError, for instance when a task that it waits for was cancelled. If it were
+    not caught, the calling task would end silently, as if cancelled, and its task group with it.
     """
     if isinstance(error, Exception):
         return True
@@ -172,28 +171,29 @@ def ordinary_errors(what: str) -> Iterator[None]:
 
 
 def _is_cancelled() -> bool:
-    """Tell whether someone has cancelled the running task."""
+    """Return whether the running task was cancelled from outside."""
     if not isinstance(current_token().native_token, asyncio.AbstractEventLoop):
         return True  # on trio, nothing else raises Cancelled
     task = asyncio.current_task()
     return anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling() > 0)
 
 
-def in_a_task_of_its_own(work: Callable[[], Coroutine[Any, Any, None]]) -> object:
-    """Run `work` in a task that belongs to the loop and to no task group; keep the returned object until it ends.
+def spawn_loop_task(work: Callable[[], Coroutine[Any, Any, None]]) -> object:
+    """Run `work` in a task that belongs to the event loop and to no task group.
 
-    For work that many tasks share and none of them owns. It is cancelled when the loop ends.
+    For work that many tasks share and none owns. It is cancelled when the loop ends. Keep the returned object until
+    then: asyncio holds tasks weakly.
     """
     native: Any = current_token().native_token
     if isinstance(native, asyncio.AbstractEventLoop):
         return native.create_task(work())
     import trio
 
-    return trio.lowlevel.spawn_system_task(work)
+    return trio.lowlevel.spawn_system_task(work, context=copy_context())
 
 
 def raise_interrupts_at_awaits(*functions: Callable[..., Awaitable[Any]]) -> None:
-    """Have trio raise Ctrl-C in these functions only where they await; asyncio raises it wherever it strikes."""
+    """Have trio raise KeyboardInterrupt in these functions only at an await; asyncio may raise it anywhere."""
     if not isinstance(current_token().native_token, asyncio.AbstractEventLoop):
         import trio
 

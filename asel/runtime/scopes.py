@@ -1,4 +1,4 @@
-"""Changes that hold for the current task: context managers over one immutable stack."""
+"""Task-local values set by context managers, on one immutable stack."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _OpenScope(NamedTuple, Generic[T]):
 
 _open: ContextVar[tuple[_OpenScope[Any], ...]] = ContextVar("asel_scopes", default=())
 open_scopes = _open.get
-"""The open scopes of the current task, of all stacks. The fast lane reads it on every call, so it is one variable."""
+"""The open scopes of the current task, on all stacks. One variable, because every memory hit reads it."""
 
 
 class Stack(Generic[T]):
     """The scopes of one kind that are open in the current task.
 
-    They are in one tuple in a context variable: child tasks and worker threads start with a
-    copy, and scopes that they open or close do not affect the parent.
+    They are held in a context variable: child tasks and worker threads start with a copy, and scopes that they open or
+    close do not affect the parent.
     """
 
     def values(self) -> list[T]:
@@ -43,8 +43,8 @@ class Stack(Generic[T]):
     def drop(self, owner: object) -> None:
         """Remove the innermost scope of `owner`, wherever it is.
 
-        By owner and not by ContextVar token, so that scopes may close in any order, and closing in
-        a task that never opened is harmless.
+        By owner rather than by ContextVar token: scopes may then close in any order, and closing a scope in a task that
+        never opened it does nothing.
         """
         scopes = _open.get()
         for i in reversed(range(len(scopes))):
@@ -64,7 +64,7 @@ class Stack(Generic[T]):
 
 
 class Scope(Generic[T]):
-    """A context manager that puts one value on a stack; may be entered again, also while open."""
+    """A context manager that puts one value on a stack. It is reusable and reentrant."""
 
     _stack: Stack[T]
 

@@ -1,6 +1,6 @@
-"""One piece of work that many callers wait for: how it is joined, carried and ended.
+"""One piece of work that many callers wait for.
 
-Knows nothing of kernels. State changes are plain functions; the awaits are around them.
+State changes are synchronous; awaits surround them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import anyio
 from asel.errors import InvalidRequestError
 from asel.runtime.loop import LoopHandle
 
-__all__ = ["InAnotherLoop", "Shared"]
+__all__ = ["OtherLoopError", "Shared"]
 
 T = TypeVar("T")
 
@@ -26,14 +26,14 @@ def _running_loop() -> LoopHandle | None:
         return None
 
 
-class InAnotherLoop(InvalidRequestError):
+class OtherLoopError(InvalidRequestError):
     """The work belongs to another event loop, so it cannot be waited for in this one."""
 
 
 class Shared(Generic[T]):
-    """A result that is on its way.
+    """Work whose result is not there yet.
 
-    Ends exactly once: with a result, with an error, or abandoned by its last waiter.
+    It ends exactly once: with a result, with an error, or abandoned by its last waiter.
     """
 
     def __init__(self, id: str = "") -> None:
@@ -44,7 +44,7 @@ class Shared(Generic[T]):
         self._error: Exception | None = None
         self._changed = anyio.Event()
         self._loop = _running_loop()
-        # True iff some task is carrying the work at this moment.
+        # True iff a task is doing the work at this moment.
         self._carried = False
 
     def succeed(self, result: T) -> None:
@@ -62,17 +62,17 @@ class Shared(Generic[T]):
         self._changed.set()
 
     async def until_ended(self) -> None:
-        """Return once there is a result or an error, whichever it is."""
+        """Return once there is a result or an error."""
         while not self.ended:
             await self._changed.wait()
 
     async def wait(self, leave: Callable[[], bool] = lambda: False) -> T | None:
-        """Return the result of work that some other task carries; None once `leave` says not to wait for it.
+        """Return the result of work that another task does; None as soon as `leave()` is true.
 
-        `leave` is called again after each `wake`.
+        `leave` is called before the wait and after each `wake`.
 
         Raises:
-            Exception: the error of the work, copied for this waiter.
+            Exception: a copy of the work's error.
         """
         self._check_loop()
         self.waiters += 1
@@ -88,8 +88,8 @@ class Shared(Generic[T]):
     async def carry(self, work: Callable[[], Awaitable[None]], abandon: Callable[[], object]) -> T:
         """Return the result, doing the work here unless another task is doing it.
 
-        `work` ends this object by `succeed` or `fail`. If its task is cancelled first, the next waiter
-        calls `work` again, which resumes; the last waiter to leave calls `abandon`.
+        `work` calls `succeed` or `fail`. If its task is cancelled before that, the next waiter calls `work` again,
+        which resumes. The last waiter to leave calls `abandon`.
         """
         self._check_loop()
         self.waiters += 1
@@ -118,13 +118,13 @@ class Shared(Generic[T]):
 
     @property
     def is_orphaned(self) -> bool:
-        """True iff the loop that did the work has ended, so that no task will end it."""
+        """True iff the loop that did the work has ended, so that the work never will."""
         return not self.ended and self._loop is not None and self._loop.has_ended()
 
     def _check_loop(self) -> None:
-        # An event of another loop would be waited for in vain, or worse.
+        # An event of another loop may never wake this task.
         if not self.is_in_this_loop:
-            raise InAnotherLoop(
+            raise OtherLoopError(
                 "this key is being tuned in another event loop; a cache's tunes belong to one loop. "
                 "Give each loop a cache of its own, or ask from here with choose_nowait."
             )
@@ -136,6 +136,6 @@ class Shared(Generic[T]):
 
     def _outcome(self) -> T:
         if self._error is not None:
-            # A copy each: the same error object raised in many tasks would share one traceback.
+            # A copy for each waiter: an error raised in many tasks would collect all their tracebacks.
             raise copy.copy(self._error) from self._error
         return self._result

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from contextvars import copy_context
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.lowlevel import current_token
 
 from asel.errors import SelectorClosedError
+from asel.runtime.loop import spawn_loop_task
 
 __all__ = ["OwnTaskGroup"]
 
 
 class OwnTaskGroup:
-    """A task group in a task of its own, and the resources that its tasks need.
+    """A task group and the resources that its tasks need, both held open by a task of the event loop.
 
-    anyio's own has to be left by the task that entered it, and so have many resources. The task belongs to the event
-    loop: it is cancelled when the loop ends.
+    anyio's task groups, and many resources, have to be closed by the task that entered them. The task that holds these
+    open is cancelled when the loop ends.
     """
 
     def __init__(self, resources: Sequence[AbstractAsyncContextManager[Any]] = ()) -> None:
@@ -39,16 +37,10 @@ class OwnTaskGroup:
         """Enter the resources and return the task group.
 
         Raises:
-            Exception: a resource raised it; the resources entered before are closed again.
-            SelectorClosedError: another task closed the group, and a resource took too long to enter.
+            Exception: a resource raised it; the resources that were already open are closed again.
+            SelectorClosedError: another task closed the group while a resource was being entered.
         """
-        loop: Any = current_token().native_token
-        if isinstance(loop, asyncio.AbstractEventLoop):
-            self._task = loop.create_task(self._run())  # kept: the loop holds its tasks weakly
-        else:
-            import trio
-
-            self._task = trio.lowlevel.spawn_system_task(self._run, context=copy_context())
+        self._task = spawn_loop_task(self._run)
         try:
             while self._tasks is None and not self._over:
                 await self._changed.wait()
@@ -78,7 +70,7 @@ class OwnTaskGroup:
             raise self._task_error
 
     async def close_resources(self, within_s: float) -> None:
-        """Close the resources in the task that entered them, and cancel those that take longer than `within_s`.
+        """Close the resources in the task that entered them; cancel what is still open after `within_s` seconds.
 
         Raises:
             BaseException: the error of a resource.
@@ -103,19 +95,19 @@ class OwnTaskGroup:
                 async with AsyncExitStack() as stack:
                     for resource in self._resources:
                         await stack.enter_async_context(resource)
-                    await self._have_tasks()
+                    await self._hold_task_group()
                     while self._keeps_resources:
                         await self._changed.wait()
         except BaseException as error:
             if isinstance(error, anyio.get_cancelled_exc_class()):
                 raise
-            # Raised by `open` or `close_resources` instead: on trio, a system task that fails ends the whole loop.
+            # Kept for `open` or `close_resources` to raise: on trio, a system task that fails ends the whole loop.
             self._resource_error = error
         finally:
             self._tasks, self._over = None, True
             self._notify()
 
-    async def _have_tasks(self) -> None:
+    async def _hold_task_group(self) -> None:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks

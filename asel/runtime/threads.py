@@ -1,8 +1,7 @@
-"""Blocking steps in daemon threads of our own.
+"""Blocking steps in our own daemon threads.
 
-anyio's worker threads would do, but for two things: on asyncio an abandoned thread's token is
-handed back at once, as if the thread were free, and the interpreter waits for it at exit. A
-candidate that hangs must do neither.
+anyio's worker threads differ in two ways: on asyncio, an abandoned thread gives its token back at once, as if it
+had finished, and the interpreter waits for it at exit. A candidate that hangs must do neither.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ T = TypeVar("T")
 What = str | Callable[[], str]
 """A description of a step for messages; a function if the description changes as the step proceeds."""
 logger = logging.getLogger("asel")
-# How long a thread may take to stop when asked. A thread that runs Python needs less.
+# How long a stopped thread may take to end. A thread that runs Python needs less.
 _STOP_S = 0.05
 
 
 class AbandonedThread:
-    """A thread that was left behind at its step."""
+    """A thread whose caller stopped waiting before its step ended."""
 
     def __init__(self, step: _Step[Any]) -> None:
         self.what = step.what
@@ -47,7 +46,7 @@ class AbandonedThread:
         return not self._step.over
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Have the loop call `callback` once the thread has come back."""
+        """Call `callback` once the step has ended: in the loop, or here if it has already ended."""
         with self._step.lock:
             if not self._step.over:
                 self._step.callbacks.append(callback)
@@ -55,7 +54,7 @@ class AbandonedThread:
         callback()
 
 
-def _refuse() -> Any:
+def _exit() -> Any:
     raise SystemExit
 
 
@@ -77,7 +76,7 @@ class _Step(Generic[T]):
         self.over = False
         self.result: _Result[T] = _Result()
         self._thread_id: int | None = None
-        self._is_unwanted = False
+        self._is_stopped = False
 
     @property
     def what(self) -> str:
@@ -88,12 +87,12 @@ class _Step(Generic[T]):
         try:
             with self.lock:
                 self._thread_id = threading.get_ident()
-                work = _refuse if self._is_unwanted else self.work
+                work = _exit if self._is_stopped else self.work
             result.value = self.context.run(work)
             result.error = None
         except BaseException as error:
             result.error = error
-        with self.lock:  # so that `stop` never strikes the thread's next step
+        with self.lock:  # so that `stop` never interrupts the thread's next step
             self._thread_id = None
         # Drops the step's references to device arrays before the step is reported as over, while the thread counts
         # as busy: a thread that frees an array while the interpreter ends crashes inside JAX, and with it the program.
@@ -101,13 +100,13 @@ class _Step(Generic[T]):
         del work, self.work, self.context, self.result, result
 
     def stop(self) -> None:
-        """Raise an exception in the thread, which strikes where it next runs Python.
+        """Raise SystemExit in the thread as soon as it runs Python again.
 
-        SystemExit: no `except Exception` sees it, and no thread that ends with it prints it. In Python 3.13 it may
-        pass by the handlers of the very function that it strikes (python/cpython#139622); its callers' see it.
+        `except Exception` does not catch SystemExit, and a thread that ends with it prints nothing. In Python 3.13 the
+        handlers of the interrupted function may miss it (python/cpython#139622); those of its callers do not.
         """
         with self.lock:
-            self._is_unwanted = True
+            self._is_stopped = True
             if self._thread_id is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(SystemExit)
@@ -120,12 +119,12 @@ class _Step(Generic[T]):
         while self.callbacks:
             try:
                 self.loop.post(self.callbacks.pop(0))
-            except Exception:  # the thread has other callbacks to call
+            except Exception:  # the other callbacks still have to be called
                 logger.exception("the end of %s could not be reported", self.what)
 
 
 class _ThreadPool:
-    """The threads that run steps: one for each concurrent step, kept idle for `patience_s` after it."""
+    """The threads that run steps: one for each concurrent step, kept for `patience_s` after it."""
 
     def __init__(self, patience_s: float = 0.2) -> None:
         self.patience_s = patience_s
@@ -183,8 +182,8 @@ class _PoolThread:
                 step.notify_waiters()
                 step = None
         finally:
-            # An exception may be thrown into a thread from outside, by a candidate's own timeout say. It strikes
-            # at any moment, most likely when the thread wakes: its step then has to go to another thread.
+            # Other code may raise an exception in this thread at any moment, such as a candidate's own timeout. That
+            # is most likely when the thread wakes; its next step then goes to another thread.
             if step is not None:
                 step.notify_waiters()
             while (step := self._take()) is not None:
@@ -196,7 +195,7 @@ class _PoolThread:
         return self._take()
 
     def _take(self) -> _Step[Any] | None:
-        """Return the step that was handed over; if there is none, leave the pool."""
+        """Return the next step; if there is none, leave the pool."""
         with self._pool.lock:
             step, self.step = self.step, None
             if step is None:
@@ -227,7 +226,7 @@ def _let_threads_finish() -> None:
 
 
 def threads_are_busy() -> bool:
-    """Tell whether a thread is still at its step, perhaps inside JAX."""
+    """Return whether a thread is still running a step, perhaps inside JAX."""
     return bool(_pool.busy)
 
 
@@ -244,7 +243,7 @@ _graces: RunVar[set[anyio.CancelScope]] = RunVar("asel_graces")
 
 
 @contextmanager
-def _noted(grace: anyio.CancelScope) -> Iterator[None]:
+def _registered(grace: anyio.CancelScope) -> Iterator[None]:
     graces = _graces.get(None)
     if graces is None:
         _graces.set(graces := set())
@@ -256,7 +255,7 @@ def _noted(grace: anyio.CancelScope) -> Iterator[None]:
 
 
 def end_grace() -> None:
-    """Stop waiting for threads of this loop that have been given time to come back."""
+    """Stop waiting for the threads of this loop whose callers were cancelled."""
     for grace in _graces.get(set()):
         grace.cancel()
 
@@ -271,10 +270,9 @@ async def run_in_thread(
 ) -> T:
     """Run `work` in a thread with the caller's context variables, and return its result.
 
-    When the wait is cancelled, the thread is given `grace_s` seconds to come back; after that it is left behind
-    and added to `left_behind`. With `stops` it is first stopped by an exception that is raised where it next runs
-    Python: a loop in Python ends, and no longer takes the interpreter from the other threads. Nothing stops a thread
-    that is blocked or computes outside Python.
+    If the caller is cancelled, the thread has `grace_s` seconds to finish; after that it is abandoned and added to
+    `left_behind`. With `stops`, an exception is raised in the thread first, as soon as it runs Python again: so a
+    Python loop no longer competes for the interpreter. A thread that blocks or computes outside Python is not stopped.
     """
     done = anyio.Event()
     step = _Step(what, work, LoopHandle(), done.set)
@@ -286,7 +284,7 @@ async def run_in_thread(
         if not step.over:
             patience = grace_s() if callable(grace_s) else grace_s
             if patience > 0:
-                with anyio.move_on_after(patience, shield=True) as grace, _noted(grace):
+                with anyio.move_on_after(patience, shield=True) as grace, _registered(grace):
                     await done.wait()
             if stops and not step.over:
                 step.stop()
@@ -298,5 +296,5 @@ async def run_in_thread(
         return result.value
     if isinstance(result.error, Exception):
         raise result.error
-    # SystemExit and the like are the candidate's business, not the event loop's.
+    # SystemExit and the like come from the candidate, and must not end the event loop.
     raise RuntimeError(f"{step.what} raised {type(result.error).__name__}: {redact(result.error)}") from result.error

@@ -17,7 +17,7 @@ from asel.kernels.kernel import Cfg
 from asel.kernels.key_memo import KeyMemo
 from asel.redaction import redact
 from asel.runtime.scopes import open_scopes
-from asel.runtime.shared_work import InAnotherLoop
+from asel.runtime.shared_work import OtherLoopError
 from asel.selection.cache import ConfigCache
 from asel.selection.cache_entries import Done, Hit, Lookup, Miss, Pending
 from asel.selection.call import Call, emit
@@ -249,7 +249,7 @@ class AutotuneTier(SelectionTier[Cfg]):
                     return self._found(call, done)
                 why = "tuning in the background" if background else 'a tune is pending, and on_pending="heuristics"'
                 return self._decline(call, why)
-        except InAnotherLoop as error:
+        except OtherLoopError as error:
             if not call.policy.allow_heuristics:
                 raise
             return self._decline(call, redact(error))

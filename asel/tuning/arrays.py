@@ -1,4 +1,4 @@
-"""Arrays to measure with: shapes filled in, copies of what may be donated, outputs on the host."""
+"""Arrays to measure with: zeros and random arrays for shapes, copies of arguments, outputs on the host."""
 
 from __future__ import annotations
 
@@ -13,27 +13,43 @@ from asel.kernels.canonical_jax import aval_form
 from asel.runtime.jax_settings import Settings, real_mesh
 from asel.tuning.runnable import is_array
 
-__all__ = ["abstract", "concrete", "has_nan", "place_of_shapes", "random_inputs", "weak_zeros"]
+__all__ = [
+    "abstract",
+    "concrete",
+    "copies_of",
+    "dtype_text",
+    "has_nan",
+    "is_deleted",
+    "on_host",
+    "place_of_shapes",
+    "random_inputs",
+    "weak_zeros",
+]
 
 
-def _on_host(leaf: Any) -> Any:
-    with jax.transfer_guard("allow"):  # it is us who want it there
+def on_host(leaf: Any) -> Any:
+    """Return an output as a NumPy array.
+
+    Raises:
+        TypeError: it is not an array of numbers.
+    """
+    with jax.transfer_guard("allow"):  # guards are for the caller's own transfers
         is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     if array.dtype.hasobject:
         raise TypeError(f"an output is of type {type(leaf).__name__}, which is not an array")
-    if not isinstance(leaf, jax.Array) and array.dtype.kind in "biufc":  # as JAX would have returned it
+    if not isinstance(leaf, jax.Array) and array.dtype.kind in "biufc":  # the dtype that JAX would return
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     return array
 
 
-# The integer that a narrow float has the bits of, without its sign, where it is infinite: above that, it is NaN.
+# For narrow floats: the integer type of that size, and the bits of infinity. Without the sign, larger bits are NaN.
 _INFINITE_BITS = {"bfloat16": ("uint16", 0x7F80), "float16": ("uint16", 0x7C00)}
 _has_nan_on_device = jax.jit(lambda array: jnp.isnan(array).any())
 
 
 def has_nan(leaf: Any) -> bool:
-    """Tell whether an output contains NaN; False if that cannot be determined."""
+    """Return whether an output contains NaN; False if that cannot be determined."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.inexact | float | complex):
         return False
     if isinstance(leaf, jax.Array):
@@ -41,45 +57,45 @@ def has_nan(leaf: Any) -> bool:
             return False
         devices: set[Any] = leaf.sharding.device_set
         if any(device.platform != "cpu" for device in devices):
-            return bool(_has_nan_on_device(leaf))  # it is read where it is: one number is brought to the host
+            return bool(_has_nan_on_device(leaf))  # computed on the device, so that only one number is transferred
     with jax.transfer_guard("allow"):
         array = np.asarray(leaf)
     if not array.size or array.dtype.hasobject or not jnp.issubdtype(array.dtype, jnp.inexact):
         return False
-    if (narrow := _INFINITE_BITS.get(array.dtype.name)) is not None:  # which NumPy computes with one by one
+    if (narrow := _INFINITE_BITS.get(array.dtype.name)) is not None:  # NumPy computes with these one element at a time
         kind, infinite = narrow
         bits = array.view(kind) & np.array(0x7FFF, kind)
         return bool(bits.max() > infinite)
     if array.dtype.kind == "f":
-        return bool(np.isnan(array.min()))  # a NaN is the least of anything, and nothing is copied to find it
+        return bool(np.isnan(array.min()))  # the minimum is NaN if any element is, and needs no temporary array
     return bool(np.isnan(array).any())
 
 
-def _copies(arrays: list[Any]) -> list[Any]:
-    """Return copies to run un-jitted with: a kernel's own jit may donate its inputs, and they are the caller's."""
+def copies_of(arrays: list[Any]) -> list[Any]:
+    """Return copies of the caller's arrays, for kernels whose own `jit` may donate its inputs."""
     with jax.transfer_guard("allow"):
         return jax.block_until_ready([jnp.copy(array) for array in arrays])  # type: ignore[no-untyped-call, no-any-return]
 
 
 def concrete(leaf: Any, device: Any = None) -> Any:
-    """Return an array that can be computed with: `leaf` itself, or zeros in the place of a shape."""
+    """Return an array: `leaf` itself, or zeros in the place of a shape."""
     leaf = abstract(leaf)
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    with jax.transfer_guard("allow"):  # a guard is on what the caller's programs do
+    with jax.transfer_guard("allow"):  # guards are for the caller's own transfers
         return _placed(
             weak_zeros(leaf.shape, leaf.dtype) if leaf.weak_type else jnp.zeros(leaf.shape, leaf.dtype), leaf, device
         )
 
 
 def _placed(array: jax.Array, shape: jax.ShapeDtypeStruct, device: Any) -> jax.Array:
-    """Return an array where a shape says that it belongs, else on `device`."""
+    """Return an array placed as the shape's sharding says, or else on `device`."""
     place = device if shape.sharding is None else _on_real_devices(shape.sharding)
     return array if place is None else jax.device_put(array, place)
 
 
 def place_of_shapes(device: Any, settings: Settings | None) -> Any:
-    """Return where a shape of unknown place belongs. Under a mesh that is JAX's to say, as for the caller's arrays."""
+    """Return the device for shapes without a sharding; None under a mesh, where JAX decides."""
     return device if settings is None or not settings.has_mesh else None
 
 
@@ -88,13 +104,13 @@ def random_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with random arrays in the place of shapes, the same each time.
 
-    Integers are below the smallest dimension of any argument, so that they are valid indices into all of them.
+    Integers are smaller than every dimension of any argument, so that they are valid indices.
     """
     leaves, structure = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
     leaves = [abstract(leaf) for leaf in leaves]
     sizes = [size for leaf in leaves if is_array(leaf) for size in leaf.shape if size > 1]
     rng, below = np.random.default_rng(0), min([*sizes, 8])
-    with jax.transfer_guard("allow"):  # a guard is on what the caller's programs do
+    with jax.transfer_guard("allow"):  # guards are for the caller's own transfers
         filled = [_filled(leaf, device, rng, below) for leaf in leaves]
     made: tuple[tuple[Any, ...], dict[str, Any]] = jax.tree_util.tree_unflatten(structure, filled)
     return made
@@ -106,7 +122,7 @@ def _filled(leaf: Any, device: Any, rng: np.random.Generator, below: int) -> Any
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return _random_keys(leaf, device, rng)
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    if leaf.weak_type:  # only Python's own numbers have such types
+    if leaf.weak_type:  # only arrays made from Python numbers have weak types
         whole = jnp.issubdtype(dtype, jnp.integer) or dtype.kind == "b"
         number = int(rng.integers(1, below)) if whole else float(rng.uniform(0.5, 2))
         kind = {"b": bool, "c": complex}.get(dtype.kind, type(number))
@@ -123,7 +139,7 @@ def _filled(leaf: Any, device: Any, rng: np.random.Generator, below: int) -> Any
 
 
 def _random_keys(shape: jax.ShapeDtypeStruct, device: Any, rng: np.random.Generator) -> Any:
-    """Return random keys: a candidate that draws from a key of its own may well have chosen that of zero."""
+    """Return random keys rather than the key of seed 0, which a candidate may use itself."""
     zeros = concrete(shape, device)
     if not jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return zeros
@@ -132,23 +148,23 @@ def _random_keys(shape: jax.ShapeDtypeStruct, device: Any, rng: np.random.Genera
 
 
 def weak_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return zeros whose type gives way to others: only Python's own numbers have such, and what is made of them."""
+    """Return zeros of a weak type, which only arrays made from Python numbers have."""
     number = {"f": 0.0, "c": 0j}.get(np.dtype(dtype).kind, 0)
     return jnp.broadcast_to(jnp.asarray(number), shape)
 
 
 def _on_real_devices(sharding: Any) -> Any:
-    """Return a sharding as it is, or over devices of this process where its mesh is abstract."""
+    """Return a sharding; if its mesh is abstract, the same over devices of this process."""
     if not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         return sharding
     return jax.sharding.NamedSharding(real_mesh(sharding.mesh), sharding.spec)
 
 
 def abstract(leaf: Any) -> Any:
-    """Return `leaf`, or its shape if it is a tracer, which must not outlive its trace, or was donated."""
-    if _is_deleted(leaf):
+    """Return the shape of a tracer, which must not outlive its trace, or of a donated array; else `leaf` itself."""
+    if is_deleted(leaf):
         sharding = leaf.sharding if leaf.committed else None
-        weak_type = getattr(leaf, "weak_type", False)  # which random keys have none of
+        weak_type = getattr(leaf, "weak_type", False)  # random keys have no such attribute
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)  # type: ignore[no-untyped-call]
     if not isinstance(leaf, jax.core.Tracer):
         return leaf
@@ -158,12 +174,12 @@ def abstract(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)  # type: ignore[no-untyped-call]
 
 
-def _is_deleted(leaf: Any) -> bool:
+def is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
-def _type_of(leaf: Any) -> str | None:
-    """Return what NumPy does not tell of an array's type: whether it gives way to others, and what keys are for."""
+def dtype_text(leaf: Any) -> str | None:
+    """Return an array's dtype as JAX has it, with weak types and key types; None if it is not a `jax.Array`."""
     if not isinstance(leaf, jax.Array):
         return None
-    return f"weak {leaf.dtype}" if getattr(leaf, "weak_type", False) else str(leaf.dtype)  # random keys do not say
+    return f"weak {leaf.dtype}" if getattr(leaf, "weak_type", False) else str(leaf.dtype)  # keys have no weak_type

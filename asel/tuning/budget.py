@@ -1,4 +1,4 @@
-"""The time that a tune may spend, and the time it has spent."""
+"""The time that a tune may spend, and the time that it has spent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """Runs while at least one step of the tune does: overlapping steps are charged once, and waiting is free."""
+    """Counts the time in which at least one step of the tune runs: overlapping steps count once, waiting is free."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s

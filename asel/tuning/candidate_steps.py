@@ -1,4 +1,4 @@
-"""One step of one candidate: bounded by its timeout, charged to its tune and, if it runs, alone on the device."""
+"""The steps of a candidate: bounded by its timeout, charged to its tune and, while it runs, alone on the device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STUCK = "an abandoned candidate still occupies the device"
 
 @contextmanager
 def timed(state: TuneState[Any], so_far_s: float = 0.0) -> Iterator[None]:
-    """Bound some work for a candidate by what is left of its timeout, and charge it to the tune."""
+    """Bound the block by the rest of the candidate's timeout, and charge it to the tune."""
     with state.budget.running(), anyio.fail_after(state.request.candidate_timeout_s - so_far_s):
         yield
 
 
 @contextmanager
 def step(state: TuneState[Any], index: int, stage: Stage, so_far_s: float = 0.0) -> Iterator[Callable[[], float]]:
-    """Do the same, and note the step for traces; yields a function that returns its seconds."""
+    """Do the same, and record the step for traces. Yields a function that returns its duration."""
     start = end = anyio.current_time()
     try:
         with timed(state, so_far_s):
@@ -41,7 +41,7 @@ def step(state: TuneState[Any], index: int, stage: Stage, so_far_s: float = 0.0)
 
 @contextmanager
 def outcome_of_failing(state: TuneState[Any], index: int, start: float, trial: Trial[Any]) -> Iterator[None]:
-    """Note why a candidate could not be made ready: its failure is data, and does not end the tune."""
+    """Record a failure inside the block as the candidate's outcome; it does not end the tune."""
     try:
         yield
     except BaseException as error:
@@ -53,12 +53,12 @@ def outcome_of_failing(state: TuneState[Any], index: int, start: float, trial: T
 
 
 def is_outcome(error: BaseException) -> bool:
-    """Tell whether an exception is a candidate's outcome: what would end the program ends the candidate alone."""
+    """Return whether an exception is a candidate's outcome. Even SystemExit ends only the candidate."""
     return isinstance(error, SystemExit) or is_failure(error)
 
 
 def alone_on_devices(state: TuneState[Any], left_behind: list[AbandonedThread]) -> AbstractAsyncContextManager[None]:
-    """Hold the devices that the candidates run on, until the threads in `left_behind` have come back as well."""
+    """Hold the devices that the candidates run on, until the threads in `left_behind` have finished as well."""
     return alone_on(
         state.devices, left_behind, state.request.candidate_timeout_s, across_processes=state.runs_on_device
     )
@@ -66,10 +66,10 @@ def alone_on_devices(state: TuneState[Any], left_behind: list[AbandonedThread]) 
 
 @asynccontextmanager
 async def ready_to_run(state: TuneState[Any], index: int) -> AsyncIterator[None]:
-    """Hold the device, and whatever else the candidate runs on, for one step."""
+    """Hold the devices, and the candidate's worker if it has one, for one step."""
     runner = state.runners[index]
     async with alone_on_devices(state, runner.trial.left_behind), runner.sampler.turn(state.budget.running):
-        for again in runner.sampler.ready():  # compiled again, if another candidate took its worker along
+        for again in runner.sampler.ready():  # compile it again, if its worker died with another candidate
             with timed(state):
                 await again()
         yield

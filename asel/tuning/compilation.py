@@ -1,4 +1,4 @@
-"""Makes candidates ready to be sampled: compiled as they are asked for, equal programs once."""
+"""Compiles candidates in the order of a queue, and equal programs once."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ __all__ = ["CompileQueue", "keep_winner", "try_uncompilable"]
 
 logger = logging.getLogger("asel")
 
-# Compiling may take this part of what is left of a budget: a candidate that is compiled and never measured is wasted.
+# The share of the remaining budget that compiling may use: a candidate that is compiled but never measured is wasted.
 _MAX_BUDGET_SHARE = 0.75
 
 
 class CompileQueue:
-    """Compiles the candidates that a strategy asks for, `width` at once, while it may go on with others."""
+    """Compiles the candidates that a strategy asks for, `width` at once, while the strategy goes on."""
 
     def __init__(self, measure: BaseMeasure, state: TuneState[Any], width: int, tasks: TaskGroup) -> None:
         self._measure, self._state = measure, state
         self._width, self._tasks = width, tasks
         self._waiting: deque[int] = deque()
         self._workers = 0
-        self._under_way: set[int] = set()
+        self._compiling: set[int] = set()
         self._until_s = state.budget.spent_s + _MAX_BUDGET_SHARE * (state.budget.limit_s - state.budget.spent_s)
         self._one_settled = anyio.Event()
 
     def add(self, indices: Iterable[int]) -> None:
-        """Have these compiled, in this order, after those that were asked for before."""
+        """Append candidates to the queue."""
         assert self._state.board is not None
         for index in indices:
             if self._state.board.ask(index):
@@ -57,8 +57,8 @@ class CompileQueue:
             self._tasks.start_soon(self._work)
 
     async def one_settled(self) -> None:
-        """Return once another candidate is compiled, or has failed; at once if none is asked for."""
-        if self._waiting or self._under_way:
+        """Return once another candidate is compiled or has failed; immediately if the queue is empty."""
+        if self._waiting or self._compiling:
             self._one_settled = anyio.Event()
             await self._one_settled.wait()
 
@@ -66,7 +66,7 @@ class CompileQueue:
         try:
             while self._waiting:
                 index = self._waiting.popleft()
-                self._under_way.add(index)
+                self._compiling.add(index)
                 worked_s = 0.0
                 try:
                     async with compile_slots(self._width):
@@ -74,31 +74,31 @@ class CompileQueue:
                         await self._compile(index)
                         worked_s = anyio.current_time() - start
                 finally:
-                    self._under_way.discard(index)
+                    self._compiling.discard(index)
                     self._one_settled.set()
                 await self._state.rest(worked_s)
         finally:
             self._workers -= 1
 
-    def _is_late(self, index: int) -> bool:
-        """Tell whether there is no time left for a candidate. One is tried, whatever it took to begin."""
+    def _is_too_late(self, index: int) -> bool:
+        """Return whether no time is left to compile a candidate. The first candidate is always tried."""
         state = self._state
         if state.budget.spent_s < self._until_s:
             return False
         failed = any(isinstance(outcome, Failed) for outcome in state.outcomes.values())
-        return bool(state.runners or state.uncompilable or failed or self._under_way - {index})
+        return bool(state.runners or state.uncompilable or failed or self._compiling - {index})
 
     async def _compile(self, index: int) -> None:
-        """Have a candidate compiled; or note that it is another's alias, or why it failed."""
+        """Compile a candidate, unless it is an alias of another."""
         state, start = self._state, anyio.current_time()
-        if self._is_late(index):
+        if self._is_too_late(index):
             state.skip(index, f"the tune's budget of {state.budget.limit_s:g} s left no time to compile it", start)
             return
         trial = state.trial(index)
         state.emit(CandidateStart, index, start)
         with outcome_of_failing(state, index, start, trial):
             async with self._measure.turn(state.budget.running) as measure:
-                # The lock first and the clock after it: a neighbour that hangs is not charged to this candidate.
+                # The clock starts after the lock is held, so waiting for another candidate does not count for this one.
                 async with lowering():
                     with step(state, index, "compile") as lowering_s:
                         lowered = await measure.lower(trial)
@@ -116,7 +116,7 @@ class CompileQueue:
 
 
 async def try_uncompilable(state: TuneState[Any], indices: Iterable[int]) -> None:
-    """See whether these candidates run, which cannot be compiled."""
+    """Try to run candidates that cannot be compiled."""
     for index in sorted(indices, key=lambda i: i != state.request.incumbent):
         one = state.take_uncompilable(index)
         if state.budget.is_spent and state.runners:
@@ -135,13 +135,13 @@ async def try_uncompilable(state: TuneState[Any], indices: Iterable[int]) -> Non
 
 
 async def keep_winner(state: TuneState[Any], keep: Callable[[Any], None]) -> None:
-    """Hand the winner's program over to the selector's executors, once it is ready to run.
+    """Pass the winner's compiled program to the selector's executors.
 
     If the measure has none, the first call compiles the winner again.
     """
     assert state.report is not None
     winner = next((i for i, cfg in enumerate(state.request.candidates) if cfg is state.report.winner), None)
-    if winner is None or not state.runs(winner):
+    if winner is None or not state.is_runnable(winner):
         return
     index = state.aliases.get(winner, winner)
     runner = state.runners[index]
@@ -149,7 +149,7 @@ async def keep_winner(state: TuneState[Any], keep: Callable[[Any], None]) -> Non
         async with ready_to_run(state, index):
             with timed(state):
                 runnable = await runner.sampler.runnable()
-    except BaseException as error:  # it has won all the same; a call shows whether it runs
+    except BaseException as error:  # it still wins; a real call will show whether it runs
         if not is_outcome(error):
             raise
         logger.debug("the winner's program is not kept: %s", redact(error))

@@ -1,4 +1,4 @@
-"""The right to run on a device: one holder at a time, so that timings are taken alone."""
+"""Locks on devices: one holder at a time, so that samples never overlap."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ __all__ = [
 
 
 class DeviceStuck(Exception):
-    """A thread that was left behind still runs on the device."""
+    """An abandoned thread still runs on the device."""
 
 
 class DeviceLock:
-    """One device's turn-taking, shared by every tune in the event loop: first come, first served.
+    """The lock of one device, shared by all tunes in the event loop: first come, first served.
 
-    A release wakes only the next in line: to wake every waiter would cost quadratic time with
-    thousands of cold keys at once. The task that released the device may take it again before the next one
-    runs. So a tune's samples stay together, and many tunes at once end one by one, not all at the end.
+    A release wakes only the next in line: with thousands of cold keys, waking every waiter would take quadratic time.
+    The task that released the device may take it again before the next one runs. So a tune's samples stay together,
+    and many concurrent tunes end one by one instead of all at the end.
     """
 
     def __init__(self) -> None:
         self._held = False
         self._last_holder = 0
         self._stuck_at = inf
-        # Those who wait, in order: the scope that ends the wait once the device is stuck, and the event that wakes.
+        # The waiters, in order: a scope that ends the wait once the device is stuck, and the event that wakes it.
         self._queue: OrderedDict[anyio.CancelScope, anyio.Event] = OrderedDict()
 
     @asynccontextmanager
     async def held(self, left_behind: list[AbandonedThread], patience_s: float = 0.0) -> AsyncIterator[None]:
-        """Hold the device; afterwards it is free once every thread in `left_behind` has come back.
+        """Hold the device inside the block; afterwards it is free once every thread in `left_behind` has finished.
 
-        A thread left behind by a cancelled holder keeps the next in line waiting until it has had the device
-        for `patience_s`. After a holder that timed out, nobody waits.
+        Waiters give a cancelled holder's thread until it has had the device for `patience_s`. They do not wait for the
+        thread of a holder that timed out.
 
         Raises:
-            DeviceStuck: a thread that was left behind has not come back, and may never do so.
+            DeviceStuck: an abandoned thread has not finished, and may never do so.
         """
         task = anyio.get_current_task().id
         if self._held or (self._queue and task != self._last_holder):
@@ -72,23 +72,23 @@ class DeviceLock:
     async def _wait_in_line(self) -> None:
         """Return once the device is free and it is this waiter's turn."""
         while not await self._wait_for_turn() and self._held:
-            # Unless the thread returned after the deadline had ended the wait, and before this task ran.
+            # False if the thread finished just after the deadline, before this task ran.
             if anyio.current_time() >= self._stuck_at:
                 raise DeviceStuck
 
     async def _wait_for_turn(self) -> bool:
-        """Return whether the device is free; False once it is stuck."""
+        """Return True once the device is free, or False once it is stuck."""
         is_free = False
         with anyio.CancelScope(deadline=self._stuck_at) as wait:
             try:
                 while not is_free:
-                    woken = self._queue[wait] = anyio.Event()  # a waiter woken in vain keeps its place
+                    woken = self._queue[wait] = anyio.Event()  # a waiter that finds the device taken keeps its place
                     await woken.wait()
                     is_free = not self._held
             finally:
                 del self._queue[wait]
                 if not is_free:
-                    self._wake_next()  # this waiter may have been woken and cancelled at once
+                    self._wake_next()  # this waiter may have been woken and cancelled at the same time
         return is_free
 
     def _wake_next(self) -> None:
@@ -106,7 +106,7 @@ class DeviceLock:
             busy.when_done(lambda: self._release(left_behind, stuck_at))
 
     def _set_stuck_at(self, stuck_at: float) -> None:
-        """Change when waiting becomes pointless, also for those who wait already."""
+        """Change the time from which the device counts as stuck, also for current waiters."""
         if stuck_at != self._stuck_at:
             self._stuck_at = stuck_at
             for wait in self._queue:
@@ -120,7 +120,7 @@ _lowering: RunVar[anyio.Lock] = RunVar("asel_lowering")
 
 
 def device_lock_for(device: Any) -> DeviceLock:
-    """Return the running loop's lock of a device."""
+    """Return the running loop's lock for a device."""
     locks = _device_locks.get(None)
     if locks is None:
         _device_locks.set(locks := {})
@@ -142,7 +142,7 @@ async def alone_on(
     *,
     across_processes: bool = False,
 ) -> AsyncIterator[None]:
-    """Hold all these devices, in one order for everybody; `across_processes`, also against those of this host."""
+    """Hold several devices, always in one order; with `across_processes`, lock out the host's other processes."""
     devices = sorted(devices, key=repr)
     async with AsyncExitStack() as stack:
         for device in devices:
@@ -154,9 +154,9 @@ async def alone_on(
 
 
 def default_compile_width() -> int:
-    """Return how many candidates are compiled at once while others use the event loop.
+    """Return the default number of candidates compiled at once, while requests are being served.
 
-    One thread on two cores: a second one takes the event loop's p99 lag past 10 ms.
+    That is one thread on two cores: with a second one, the event loop's p99 lag exceeds 10 ms.
     """
     return max(1, core_count() // 2 - 1)
 
@@ -166,7 +166,7 @@ def core_count() -> int:
 
 
 def compile_slots(width: int) -> anyio.CapacityLimiter:
-    """Return the running loop's limit on compiling at once, shared by the tunes of this width."""
+    """Return the running loop's limiter for compiling, shared by the tunes of this width."""
     slots = _slots.get(None)
     if slots is None:
         _slots.set(slots := {})
@@ -176,7 +176,7 @@ def compile_slots(width: int) -> anyio.CapacityLimiter:
 
 
 def lowering() -> anyio.Lock:
-    """Return the running loop's turn to lower a program: two that hold the interpreter by turns are no faster."""
+    """Return the running loop's lock for lowering: it holds the interpreter, so two at once would not be faster."""
     lock = _lowering.get(None)
     if lock is None:
         _lowering.set(lock := anyio.Lock())

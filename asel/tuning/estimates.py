@@ -1,4 +1,4 @@
-"""How samples compare: the time of one candidate, and by how much another is slower."""
+"""Statistics of samples: the time of a candidate, and the gap between two."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from statistics import NormalDist, fmean
 
 __all__ = ["CONFIDENCE", "MAX_TIE", "TIE", "Gap", "gaps_to", "trimmed_mean"]
 
-# Two times closer than this are a tie, as a difference of logarithms.
+# Two times are a tie if they differ by less than this, as a difference of logarithms.
 TIE = 0.02
-# Even the favourite loses its title to one that looks faster by this much, however uncertain that is.
+# Even the favourite loses to a candidate that looks this much faster, however uncertain the difference is.
 MAX_TIE = 0.1
-# The confidence that no candidate is called slower than the leader by mistake.
+# The confidence that no candidate is wrongly called slower than the leader.
 CONFIDENCE = 0.999
-# The scatter of all candidates weighs as much as this many samples of one's own, which show too little of it at first.
-# Between 1 and 6 the replays differ by nothing that matters (tests/benchmarks/strategies.py).
+# The weight of the variance pooled across candidates, in samples: a candidate's own first samples underestimate it.
+# Between 1 and 6 the replays hardly differ (tests/benchmarks/strategies.py).
 _PRIOR_SAMPLES = 3
-# The resolution of the finest timer: a time below it is as good as none, and has a logarithm all the same.
+# The resolution of the finest timer. Shorter times are raised to it, so that their logarithm exists.
 _MIN_S = 1e-9
 
 
 def trimmed_mean(samples: Sequence[float]) -> float:
-    """Return the mean of the fastest three quarters: samples are late, now and then by much, and seldom early.
+    """Return the mean of the fastest three quarters: disturbed samples are late, and rarely early.
 
-    Steadier than a median, which knows one sample, or a minimum, which is the luckiest. Of three it is the middle one.
+    It varies less than the median, which uses one sample, or the minimum, which is the luckiest sample. Of three
+    samples it is the middle one.
     """
     late = (len(samples) + 1) // 4
     early = late if len(samples) < 4 else 0
@@ -35,7 +36,7 @@ def trimmed_mean(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """By how much a candidate is slower than the leader, as a difference of logarithms, and how far off that may be."""
+    """By how much a candidate is slower than the leader, as a difference of logarithms, with a margin of error."""
 
     mean: float
     margin: float = inf
@@ -51,7 +52,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class _Ratios:
-    """The mean of the middle half of some log-ratios, their winsorized variance, and how many are in that half."""
+    """The trimmed mean of log-ratios (of the middle half), their winsorized variance, and the size of that half."""
 
     mean: float
     variance: float
@@ -70,9 +71,9 @@ class _Ratios:
 def gaps_to(
     leader: int, samples: Mapping[int, Sequence[float]], rounds: Sequence[Mapping[int, float]]
 ) -> dict[int, Gap]:
-    """Compare candidates with the leader over the rounds in which both ran: what slows a round slows all in it.
+    """Compare candidates with the leader over the rounds in which both ran: a disturbance slows a whole round.
 
-    Yuen's test for trimmed means. The variance is moderated: with few samples, it is pooled across candidates.
+    This is Yuen's test for trimmed means, with a moderated variance: with few samples, it is pooled across candidates.
     """
     found = {index: _Ratios.of(_log_ratios(index, leader, samples, rounds)) for index in samples if index != leader}
     degrees = sum(ratios.count - 1 for ratios in found.values())
@@ -92,7 +93,7 @@ def gaps_to(
 def _log_ratios(
     index: int, leader: int, samples: Mapping[int, Sequence[float]], rounds: Sequence[Mapping[int, float]]
 ) -> list[float]:
-    """Return the ratios of each shared round; or of the samples as they come, if they were not taken in rounds."""
+    """Return the log-ratio for each shared round; without rounds, for each pair of samples in order."""
     pairs = [(taken[index], taken[leader]) for taken in rounds if index in taken and leader in taken]
     if len(pairs) < 2:
         pairs = list(zip(samples[index], samples[leader], strict=False))
@@ -103,7 +104,7 @@ def _log_ratios(
 def _t_quantile(comparisons: int, degrees: int) -> float:
     """Return how many standard errors count as significant, in one of several comparisons (Bonferroni).
 
-    Student's t, by Cornish and Fisher's expansion: SciPy, which knows it exactly, takes a second to import.
+    A quantile of Student's t by the Cornish-Fisher expansion: SciPy, which has it exactly, takes a second to import.
     """
     p = 1 - (1 - CONFIDENCE) / comparisons
     if degrees == 1:

@@ -1,4 +1,4 @@
-"""Tuners from elsewhere, under asel's rules: alone on the device, off the loop, within the budget."""
+"""Other libraries' tuners, run by asel's rules: alone on the device, off the loop, within the budget."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["TunerProtocol", "as_tuner"]
 
 
 class TunerProtocol(Protocol[Cfg]):
-    """What a selector needs of its tuner."""
+    """The method that a selector calls on its tuner."""
 
     async def tune(self, state: TuneState[Cfg]) -> TuneReport[Cfg]: ...
 
 
 class _OnlyAutotune(Generic[Cfg]):
-    """A tuner that has `autotune` and no `tune`: it names a winner, and says nothing of the rest."""
+    """Adapts a tuner that has only `autotune`, which returns a winner and no outcomes."""
 
     def __init__(self, tuner: Any) -> None:
         self._tuner = tuner
 
     async def tune(self, state: TuneState[Cfg]) -> TuneReport[Cfg]:
         request, start = state.request, anyio.current_time()
-        # Those that are settled have failed in real calls.
+        # Settled candidates have failed in real calls.
         left = tuple(cfg for i, cfg in enumerate(request.candidates) if i not in state.outcomes)
         given = (partial(_tagged, request), request.args, dict(request.kwargs), left)
         winner = None
@@ -65,7 +65,7 @@ class _OnlyAutotune(Generic[Cfg]):
 
 
 def _tagged(request: TuneRequest[Any], cfg: Any) -> Callable[..., Any]:
-    """Return a candidate's function, marked as ejKernel's tuner wants one that it shall differentiate."""
+    """Return a candidate's function with the mark by which ejKernel's tuner decides whether to differentiate it."""
     fn = request.make_fn(cfg)
 
     def tagged(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The order in which candidates are tried: group by group, by the priorities that the kernel gives them."""
+"""The order in which candidates are tried: by group, then by priority, as the kernel ranks them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["groups_of", "is_tried"]
 
 
 def is_tried(state: TuneState[Any], index: int) -> bool:
-    """Tell whether a candidate may be tried: it is not settled, and the kernel gives it no negative priority."""
+    """Return whether a candidate may be tried: it is not settled, and the kernel gives it no negative rank."""
     ranks = state.request.groups
     allowed = ranks is None or min(ranks[index]) >= 0 or index == state.request.incumbent
     return allowed and index not in state.outcomes
 
 
 def groups_of(state: TuneState[Any]) -> list[list[int]]:
-    """Return the candidates' indices, group by group, highest first; the incumbent goes before all.
+    """Return the indices of candidates by group, the highest first; the incumbent precedes all others.
 
-    Those of negative priority are skipped, and those whose timings stand as recorded are left out.
+    Candidates with a negative rank are skipped, and those with reused timings are left out.
     """
     request, count = state.request, len(state.request.candidates)
     ranks, incumbent = request.groups, request.incumbent

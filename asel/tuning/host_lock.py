@@ -1,7 +1,7 @@
-"""The right to run on a device among the processes of a host: a locked file for each device.
+"""Locks on devices among the processes of a host: a locked file for each device.
 
-Two workers of a service on one machine would otherwise time their candidates beside each other. The files are in a
-directory that is private to the user, so processes of other users, and of other containers, are not excluded.
+They keep two workers of a service on one machine from timing candidates at the same time. The files are in a directory
+that is private to the user, so processes of other users and of other containers are not excluded.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ __all__ = ["HostLock", "host_device", "lock_directory"]
 
 logger = logging.getLogger("asel")
 # A holder has the device for a series of samples, one long sample, or a foreign tuner's whole tune. One that keeps it
-# for longer than the default tune budget, twice, was stopped or hangs.
+# for twice the default tune budget was stopped or hangs.
 _PATIENCE_S = 120.0
-# The device is idle for half of such a delay at each handover, and a waiter wakes its loop so often.
+# The delays between a waiter's attempts. At a handover, the device is idle for half a delay on average.
 _FIRST_DELAY_S, _MAX_DELAY_S = 1e-3, 10e-3
-# A program told to see other devices numbers them from zero.
+# With these variables, a process numbers the devices that it may use from zero.
 _VISIBLE_DEVICES = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "gpu": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
 }
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def host_device(device: Any) -> str:
-    """Return a device's name on this host, whatever number it has in this process."""
+    """Return a device's name on this host, which does not depend on its number in this process."""
     platform = str(getattr(device, "platform", device)).lower()
     index = getattr(device, "local_hardware_id", None)
     index = str(getattr(device, "id", 0) if index is None else index)
@@ -63,10 +63,10 @@ def host_device(device: Any) -> str:
 
 
 def lock_directory() -> Path:
-    """Return the user's directory of device locks, made if missing.
+    """Return the user's directory of device locks, created if missing.
 
     Raises:
-        OSError: it cannot be made, or others could put files there.
+        OSError: it cannot be created, or other users may write to it.
     """
     user = os.geteuid()
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}")
@@ -74,7 +74,7 @@ def lock_directory() -> Path:
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     if not _is_private(folder):
-        raise PermissionError(errno.EPERM, "others than this user may write to it", str(folder))
+        raise PermissionError(errno.EPERM, "other users may write to it", str(folder))
     return folder
 
 
@@ -87,14 +87,14 @@ def _is_private(folder: Path) -> bool:
 
 
 class _LockFile:
-    """An open file that one process at a time has locked. Its lock ends with its process, however that ends."""
+    """An open file that one process at a time can lock. However a process ends, its locks end with it."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def take(self) -> bool:
-        """Return whether the lock is ours now; never waits."""
+        """Return whether the lock was acquired, without waiting."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,7 +106,7 @@ class _LockFile:
 
     @property
     def was_removed(self) -> bool:
-        """Whether somebody tidied the file away, so that others lock another one of this name."""
+        """Whether the file was deleted, so that other processes lock a new one of this name."""
         return os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
@@ -117,8 +117,9 @@ class _LockFile:
 class HostLock:
     """One event loop's handle on a device's lock.
 
-    A waiter holds a second lock meanwhile, the queue, which every process takes before the first. So a process that
-    samples without a pause lets a waiting one go first. If there is no lock, that is logged once, and no process waits.
+    Every process takes a second lock, the queue, before the device's lock, and a waiter holds it meanwhile. So a
+    process that samples without a pause lets a waiting one go first. If locking is impossible, that is logged once, and
+    no process waits.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,9 +132,9 @@ class HostLock:
 
     @asynccontextmanager
     async def held(self, left_behind: list[AbandonedThread]) -> AsyncIterator[None]:
-        """Hold the device; afterwards it is free once every thread in `left_behind` has come back.
+        """Hold the device inside the block; afterwards it is free once every thread in `left_behind` has finished.
 
-        After a holder that timed out it is free at once, since its threads may never come back.
+        After a timeout it is free immediately, since the threads may never finish.
         """
         await self._take()
         self._holds += 1
@@ -147,7 +148,7 @@ class HostLock:
             self._release(hold, [] if timed_out else left_behind)
 
     async def _take(self) -> None:
-        """Return once the device is ours, or it is clear that it will not be."""
+        """Return once this process holds the device, or has given up."""
         deadline = time.monotonic() + self._patience_s
         try:
             while not self._is_unavailable:
@@ -155,7 +156,7 @@ class HostLock:
                     self._files = await run_in_thread("opening a device's lock", self._open)
                 queue, device = self._files
                 try:
-                    taken = await _taken(queue, deadline) and await _taken(device, deadline)
+                    taken = await _acquire(queue, deadline) and await _acquire(device, deadline)
                 finally:
                     queue.give_back()
                 if not taken:
@@ -167,39 +168,39 @@ class HostLock:
                 self.renew()
         except OSError as error:
             self._is_unavailable = True
-            self.renew()  # whatever was locked is free then
-            self._tell(f"cannot lock {self._name} on this host ({redact(error)})")
+            self.renew()  # closing the files unlocks them
+            self._warn_once(f"cannot lock {self._name} on this host ({redact(error)})")
 
     def _open(self) -> tuple[_LockFile, _LockFile]:
         folder = lock_directory()
         return _LockFile(folder / f"{self._name}.queue"), _LockFile(folder / f"{self._name}.lock")
 
     def _give_up(self) -> None:
-        # Until that holder is gone, each further sample would wait as long.
+        # Otherwise each further sample would wait as long, until that holder is gone.
         self._patience_s = 0.0
-        self._tell(f"another process has held {self._name} for {_PATIENCE_S:g} s")
+        self._warn_once(f"another process has held {self._name} for {_PATIENCE_S:g} s")
 
-    def _tell(self, what: str) -> None:
-        if what not in _told:
-            _told.add(what)
+    def _warn_once(self, what: str) -> None:
+        if what not in _warned:
+            _warned.add(what)
             logger.warning("%s: tuning goes on, and timings may be taken beside another process's", what)
 
     def _release(self, hold: int, left_behind: list[AbandonedThread]) -> None:
         busy = next((thread for thread in left_behind if thread.alive), None)
         if busy is not None:
             busy.when_done(partial(self._release, hold, left_behind))
-        elif hold == self._holds and self._files is not None:  # else the next holder has it already
+        elif hold == self._holds and self._files is not None:  # otherwise the next holder already has it
             self._files[1].give_back()
 
     def renew(self) -> None:
-        """Have no files open: they were removed, or belong to the parent of a fork."""
+        """Close the files: they were deleted, or belong to the parent of a fork."""
         files, self._files = self._files or (), None
         for file in files:
             file.close()
 
 
-async def _taken(file: _LockFile, deadline: float) -> bool:
-    """Wait until a lock is ours, by asking again and again: nothing here blocks a thread. False after the deadline."""
+async def _acquire(file: _LockFile, deadline: float) -> bool:
+    """Poll until the lock is acquired, without blocking a thread. Return False after the deadline."""
     delay_s = _FIRST_DELAY_S
     while not file.take():
         if time.monotonic() >= deadline:

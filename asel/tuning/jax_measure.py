@@ -23,10 +23,10 @@ logger = logging.getLogger("asel")
 class JaxMeasure(BaseMeasure):
     """Times a candidate as `jax.jit` would run it.
 
-    Array leaves of the arguments are parameters of the compiled function; everything else is a
-    constant. Tracers and shapes become zeros of the same shape, dtype and sharding. If a kernel
-    cannot be differentiated, it is timed forward; if it cannot be traced, it is timed as it is, un-jitted:
-    the sampler's `how` says so. A run shorter than `min_sample_s` is repeated within a sample.
+    Array leaves of the arguments are parameters of the compiled function; everything else is a constant. Tracers and
+    shapes become zeros of the same shape, dtype and sharding. A kernel that cannot be differentiated is timed forward,
+    and one that cannot be traced is timed without `jit`; the sampler's `how` says which. A run shorter than
+    `min_sample_s` is repeated within a sample.
     """
 
     runs_on_device = True
@@ -51,7 +51,7 @@ class JaxMeasure(BaseMeasure):
     async def series(
         self, samplers: Sequence[_InThread], taken: list[tuple[float, float]], left_behind: list[AbandonedThread]
     ) -> None:
-        """Sample some of its samplers, as a `Bench` does."""
+        """Take a series of samples in one thread, as a `Bench` does."""
 
         def work() -> None:
             for sampler in samplers:

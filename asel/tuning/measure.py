@@ -32,52 +32,55 @@ __all__ = [
 ]
 
 Charge = Callable[[], AbstractContextManager[object]]
-"""Charges the tune for what is done within it."""
+"""Charges the tune for the time spent inside the block."""
 
 TimingMode = Literal["forward+backward", "forward", "eager"]
-"""What a sample really is: what cannot be differentiated is timed forward, and what cannot be traced, as it is."""
+"""What a sample times. A kernel that cannot be differentiated runs forward, one that cannot be traced runs eagerly."""
 
 
 class Sampler(Protocol):
-    """Runs the candidate once, alone on its device, and returns the seconds that took: an async function will do.
+    """Runs the candidate once, alone on its device, and returns the seconds: any async function.
 
-    A `BaseSampler` may say and do more.
+    A `BaseSampler` has further methods.
     """
 
     def __call__(self) -> Awaitable[float]: ...
 
 
 class BaseSampler:
-    """A sampler with all that one may have, and the defaults."""
+    """The optional attributes and methods of samplers, with their defaults."""
 
     how: TimingMode | None = None
-    """What a sample really is; None: the trial's objective."""
+    """The timing mode of the samples; None for the trial's objective."""
     bench: Bench | None = None
-    """Where it is sampled, for one without turns and without steps before a sample."""
+    """The bench that can take a series of samples, if this sampler needs neither `turn` nor `ready`."""
     nan_outputs: frozenset[int] | None = None
-    """Which outputs of a first sample contain NaN; None: unknown."""
+    """The positions of outputs that contained NaN in the first sample; None if unknown."""
 
     def __call__(self) -> Awaitable[float]:
         raise NotImplementedError
 
     def turn(self, charge: Charge) -> AbstractAsyncContextManager[object]:
-        """Hold what others may hold, around each step. Waiting is free; work for this tune is paid in `charge()`."""
+        """Hold a resource shared with other tunes, such as a worker, around each step.
+
+        Waiting is free; work for this tune runs inside `charge()`.
+        """
         return nullcontext()
 
     def ready(self) -> Sequence[Callable[[], Awaitable[object]]]:
-        """Return the steps to be awaited one by one before a sample."""
+        """Return steps to await, one by one, before a sample."""
         return ()
 
     async def outputs(self) -> list[Any]:
-        """Return what a run returns, on the host.
+        """Return the outputs of a run, on the host.
 
         Raises:
-            InvalidRequestError: this sampler cannot show them.
+            InvalidRequestError: this sampler cannot return them.
         """
         raise InvalidRequestError(f"{type(self).__name__} has no outputs to check; pass check=None")
 
     async def runnable(self) -> Runnable | None:
-        """Return what an executor is to run, compiled; None: the first call compiles it again."""
+        """Return the compiled program for executors; None if the first call has to compile it again."""
         return None
 
     def release(self) -> None:
@@ -85,7 +88,7 @@ class BaseSampler:
 
 
 class _FunctionSampler(BaseSampler):
-    """An async function as a sampler."""
+    """Adapts an async function."""
 
     def __init__(self, sample: Sampler) -> None:
         self._sample = sample
@@ -99,7 +102,7 @@ def as_sampler(sampler: Sampler) -> BaseSampler:
 
 
 class Bench(Protocol):
-    """Where some samplers are sampled one after the other, without the event loop in between.
+    """Takes samples of several samplers in a row, without a return to the event loop.
 
     On a busy machine, waking a thread and then the loop takes as long as a short sample.
     """
@@ -107,10 +110,10 @@ class Bench(Protocol):
     async def series(
         self, samplers: Sequence[Any], taken: list[tuple[float, float]], left_behind: list[AbandonedThread]
     ) -> None:
-        """Take a sample of each, and append the seconds one run took and those that the sample did, as it is taken.
+        """Take one sample of each sampler, appending the seconds of one run and of the whole sample to `taken`.
 
-        What this raises is the outcome of the sampler that it has come to. A thread that had to be left behind
-        is said to be in `left_behind`, and takes no further samples.
+        An exception belongs to the first sampler without a sample. An abandoned thread is added to
+        `left_behind`, and takes no further samples.
         """
 
 
@@ -138,26 +141,26 @@ class Trial(Generic[Cfg]):
         self.device = device
         self.objective: Objective = objective
         self.settings = settings
-        # How long a cancelled step waits for its thread: zero, except while a chain is closing.
+        # How long a cancelled step waits for its thread: zero, except while a selector is closing.
         self.grace_s = grace_s
-        # Threads that had to be left behind, each still at its step when it was.
+        # Threads that were abandoned during a step.
         self.left_behind: list[AbandonedThread] = []
-        # A place for what a measure makes once for all candidates of a tune.
+        # Objects that a measure makes once for all candidates of a tune.
         self.shared: dict[str, Any] = {} if shared is None else shared
-        # Where it would have broken, if it has before it can be sampled.
+        # The current stage, for the outcome if this candidate fails before it can be sampled.
         self.stage: Literal["build", "compile"] = "compile"
-        # What makes `fn`, where a worker process may call it in our place: it holds nothing of the call.
+        # The factory of `fn`, if a worker process may call it: it holds nothing of the call.
         self.portable_make = make_fn if factory_is_portable else None
         self._fn = fn
         self._make_fn = make_fn
 
     @property
     def fn(self) -> Callable[..., Any]:
-        """What is to be timed."""
+        """The function to be timed."""
         return self.build()
 
     def build(self) -> Callable[..., Any]:
-        """Have `fn`, made when first asked for: by the candidate's own code, which may take its time."""
+        """Return `fn`. The first call makes it with the candidate's own code, which may be slow."""
         if self._fn is None:
             assert self._make_fn is not None
             self.stage = "build"
@@ -168,10 +171,10 @@ class Trial(Generic[Cfg]):
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A candidate's program before it is compiled. Equal fingerprints are equal programs.
+    """A candidate's program before it is compiled. Equal fingerprints mean equal programs.
 
-    `release` frees one that is not to be compiled. `runs` says that compiling runs it: it needs
-    the device for itself, and its turn is the last, since it may not come back.
+    `release` frees a program that will not be compiled. If `runs`, compiling also runs it, so it needs the device and
+    comes last, since it may hang.
     """
 
     fingerprint: str | None
@@ -181,40 +184,40 @@ class Lowered:
 
 
 class Measure(Protocol):
-    """Makes a candidate ready to be timed: any class with this method. Whatever it raises is that candidate's outcome.
+    """Makes a candidate ready to be timed: any class with this method. An exception is that candidate's outcome.
 
-    A `BaseMeasure` may do more.
+    A `BaseMeasure` has further methods.
     """
 
     async def compile(self, trial: Trial[Any]) -> Sampler: ...
 
 
 class BaseMeasure:
-    """A measure with all that one may do, and the defaults."""
+    """The optional attributes and methods of measures, with their defaults."""
 
     runs_on_device = False
-    """Whether it samples on a real device, whose lock it then shares with the other processes of this host."""
+    """Whether it samples on a real device, so that other processes of this host must be locked out."""
 
     async def compile(self, trial: Trial[Any]) -> Sampler:
         raise NotImplementedError
 
     async def lower(self, trial: Trial[Any]) -> Lowered:
-        """Return the candidate's program, so that equal ones are compiled once."""
+        """Return the candidate's program, so that equal programs are compiled once."""
         return Lowered(None, partial(self.compile, trial))
 
     def turn(self, charge: Charge) -> AbstractAsyncContextManager[BaseMeasure]:
-        """Wait, as a sampler's turn does, for the measure to compile with."""
+        """Return the measure to compile with, holding a shared resource as `BaseSampler.turn` does."""
         return nullcontext(self)
 
     def end_tune(self, shared: dict[str, Any]) -> None:
-        """Release what was made once for all candidates of a tune."""
+        """Release the objects made once for all candidates of a tune."""
 
     async def aclose(self) -> None:
         """Release everything that outlives a tune."""
 
 
 class _CompileOnly(BaseMeasure):
-    """A measure that is a user's own class."""
+    """Adapts a user's own class."""
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure

@@ -4,56 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Generic, Literal
 
 from asel.kernels.candidates import Objective, same_config
-from asel.kernels.config_text import config_text, config_texts, one_line
 from asel.kernels.kernel import Cfg
 from asel.kernels.keys import CacheKey
 from asel.redaction import redact
 
-__all__ = ["MAX_LINE_CHARS", "Failed", "Measured", "Outcome", "Skipped", "Stage", "TuneReport", "in_words", "text_of"]
+__all__ = [
+    "Failed",
+    "Measured",
+    "Outcome",
+    "Skipped",
+    "Stage",
+    "TuneReport",
+    "in_words",
+    "measurement_of",
+    "shown_margin",
+    "text_of",
+]
 
-MAX_LINE_CHARS = 240
-"""The longest line of a printed report: a call may be that long."""
-_MAX_CONFIG_CHARS = 80
-_MAX_LESSONS = 3
-_MAX_SKIPPED = 50
 Stage = Literal["build", "compile", "check", "measure", "run"]
-"""Where a candidate broke; `run`: it won its tune, and failed in a real call."""
+"""The stage in which a candidate failed. `run`: it won its tune and failed in a real call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured(Generic[Cfg]):
-    """A candidate that ran, and how long it took."""
+    """A candidate that was measured."""
 
     cfg: Cfg
     median_s: float
     samples_s: tuple[float, ...]
     compile_s: float
     how: str = "forward"
-    """What was timed: `forward+backward`, `forward`, or `eager` if it could not be compiled."""
+    """The timing mode: `forward+backward`, `forward`, or `eager` if it could not be compiled."""
     alias_of: Cfg | None = None
-    """The candidate with the same program, whose samples these are."""
+    """The candidate with an equal program, whose samples these are."""
     eliminated: int | None = None
-    """The round after which it was out of the race, 0 for its warm-up; None for a finalist."""
+    """The round after which it dropped out of the race, 0 for its warm-up; None for a finalist."""
     reused: bool = False
-    """Measured by an earlier tune of the same key; the incumbent's new timing puts it in today's terms."""
+    """Whether the timing is that of an earlier tune of the same key, as it was recorded."""
     measure_s: float = 0.0
-    """The seconds it was measured for, with warm-ups, and with all runs of those that are repeated in a sample."""
+    """The seconds that measuring it took, with warm-ups and all repeated runs."""
     ranked_s: float | None = None
-    """The time it was ranked by: the mean of its fastest samples, corrected for rounds in which all were slow."""
-
+    """The time that it was ranked by: the mean of its fastest samples, corrected for slow rounds."""
     predicted_s: float | None = None
-    """The time that earlier tunes of the kernel's other calls predicted, before it was measured."""
+    """The time that was predicted from earlier tunes of the kernel's other calls."""
 
     @property
     def shown_s(self) -> float:
-        """The time that reports print: what it was ranked by, if known, so that times and margins agree."""
+        """The time that reports print: the one it was ranked by, if known, so that times and margins agree."""
         return self.median_s if self.ranked_s is None else self.ranked_s
 
 
@@ -62,14 +65,14 @@ _OUT_OF_MEMORY = ("resource_exhausted", "out of memory", "out_of_memory", "memor
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[Cfg]):
-    """A candidate that failed, and at which stage."""
+    """A candidate that failed, with the stage and the error."""
 
     cfg: Cfg
     stage: Stage
     error_type: str
     message: str
     error: Exception | None = field(default=None, compare=False, repr=False)
-    """What was raised, while the process that saw it lives; never serialised."""
+    """The exception, in the process that caught it; never serialised."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -91,10 +94,10 @@ _KINDS: dict[str, type[Any]] = {"measured": Measured, "failed": Failed, "skipped
 
 @dataclass(frozen=True, slots=True)
 class TuneReport(Generic[Cfg]):
-    """A whole tune: the winner, and what every candidate did.
+    """The result of a tune: the winner, and the outcome of every candidate.
 
-    Outcomes are in the candidates' declared order. `incumbent` is the heuristic's config, where the
-    kernel has one: it keeps the title unless it is beaten by more than `noise`.
+    Outcomes are in the candidates' declared order. `incumbent` is the heuristic's config, if the kernel has one: it
+    wins unless it is slower by more than `noise`.
     """
 
     key: CacheKey
@@ -107,33 +110,30 @@ class TuneReport(Generic[Cfg]):
     objective: Objective = "forward"
     incumbent: Cfg | None = None
     noise: float = 0.0
-    """How far apart two may be and still be a tie, as a fraction."""
+    """The largest difference that still counted as a tie, as a fraction."""
     margin: float = 0.0
-    """By how much of the incumbent's time the winner is faster."""
+    """The share of the incumbent's time that the winner saves."""
     tune_budget_s: float | None = None
     candidate_timeout_s: float | None = None
     learned_from: tuple[str, ...] = ()
-    """The earlier tunes that told what to compile: each one's kernel, version and call."""
+    """The earlier tunes that guided the choice of what to compile: each one's kernel, version and call."""
     prediction_error: float | None = None
-    """By how much those were wrong, as a root mean square of logarithms; beyond 0.3 they were not trusted any more."""
+    """The root mean square error of their predictions, in logarithms; above 0.3 they were not used any more."""
 
     @property
     def call(self) -> str:
-        """The call as people read it: `q=bf16[8,1024,128], causal=True`."""
+        """The readable call: `q=bf16[8,1024,128], causal=True`."""
         return self.key.call
 
     @property
     def best(self) -> Measured[Cfg] | None:
         """The winner's own measurement."""
-        return self._measured(self.winner)
-
-    def _measured(self, cfg: Cfg) -> Measured[Cfg] | None:
-        return next((o for o in self.outcomes if isinstance(o, Measured) and same_config(o.cfg, cfg)), None)
+        return measurement_of(self, self.winner)
 
     def runners_up(self, failed: Iterable[Cfg]) -> list[Cfg]:
-        """Return what else was measured, best first, without failed candidates and those that share their program.
+        """Return the other measured configs, best first, without failed ones and those that share their program.
 
-        Who stayed in the race longer was faster then and there; among those that left together, times tell.
+        Configs that stayed in the race longer come first; among those that left in the same round, times decide.
         """
         measured = [o for o in self.outcomes if isinstance(o, Measured)]
         gone = list(failed)
@@ -147,55 +147,20 @@ class TuneReport(Generic[Cfg]):
         return [one.cfg for one in sorted(left, key=rank)]
 
     def without(self, cfg: Cfg, winner: Cfg, error: Exception) -> TuneReport[Cfg]:
-        """Return the report as it reads once `cfg` failed in a real call and `winner` took its place."""
+        """Return the report with `cfg` as failed in a real call, and `winner` in its place."""
         failed: Outcome[Cfg] = Failed(cfg, "run", type(error).__name__, text_of(error))
         outcomes = tuple(failed if same_config(o.cfg, cfg) else o for o in self.outcomes)
         report = replace(self, winner=winner, outcomes=outcomes, margin=0.0)
-        return replace(report, margin=report._shown_margin)
-
-    @property
-    def _shown_margin(self) -> float:
-        """The margin of the times that are printed."""
-        best, incumbent = self.best, None if self.incumbent is None else self._measured(self.incumbent)
-        if best is None or incumbent is None or not (best.shown_s and incumbent.shown_s):
-            return 0.0
-        return 1 - best.shown_s / incumbent.shown_s
+        return replace(report, margin=shown_margin(report))
 
     def __str__(self) -> str:
         """Return a table of the candidates, fastest first, with a bar for each time.
 
-        Of the configs it shows the fields in which they differ. No line is longer than `MAX_LINE_CHARS`. Many that were
-        skipped are counted by their reasons.
+        Configs are shown without the fields they share.
         """
-        skipped = [o for o in self.outcomes if isinstance(o, Skipped)]
-        outcomes = self.outcomes
-        if len(skipped) > _MAX_SKIPPED:
-            outcomes = tuple(o for o in self.outcomes if not isinstance(o, Skipped))
-        texts, shared = config_texts([o.cfg for o in outcomes], _MAX_CONFIG_CHARS)
-        shown = _Configs(tuple(zip((o.cfg for o in outcomes), texts, strict=True)))
-        width = max(map(len, texts), default=0)
-        measured = [(o, text) for o, text in zip(outcomes, texts, strict=True) if isinstance(o, Measured)]
-        longest = max((o.shown_s for o, _ in measured), default=0.0)
-        op = self.key.op_id or "tune"
-        lines = [f"{op}({self.call})" if self.call else op]
-        lines.append(f"  {shown[self.winner]} wins {_against(self, shown)}, {self.seconds:.2f} s of tuning")
-        if self.learned_from:
-            lines.append(f"  {_lesson(self)}")
-        for timed, text in sorted(measured, key=lambda pair: pair[0].shown_s):
-            bar = "\u2588" * max(1, round(24 * timed.shown_s / longest)) if longest else ""
-            marks = ", ".join(_marks(self, timed, shown))
-            lines.append(f"  {text:<{width}}  {in_words(timed.shown_s):>9}  {bar:<24}  {marks}".rstrip())
-        for outcome, text in zip(outcomes, texts, strict=True):
-            if isinstance(outcome, Failed):
-                message = one_line(outcome.message, MAX_LINE_CHARS)
-                lines.append(f"  {text:<{width}}  {outcome.error_type} in {outcome.stage}: {message}")
-            elif isinstance(outcome, Skipped):
-                lines.append(f"  {text:<{width}}  skipped: {one_line(outcome.reason, MAX_LINE_CHARS)}")
-        if len(skipped) > _MAX_SKIPPED:
-            reasons = Counter(o.reason.partition(": ")[0] for o in skipped).most_common()
-            lines += [f"  {count:,} skipped: {one_line(reason, MAX_LINE_CHARS)}" for reason, count in reasons]
-        lines += [f"  all with {shared}"] if shared else []
-        return "\n".join(line if len(line) <= MAX_LINE_CHARS else f"{line[: MAX_LINE_CHARS - 3]}..." for line in lines)
+        from asel.tuning.report_text import report_text  # here, because it imports this module
+
+        return report_text(self)
 
     def to_json(self, dump: Callable[[Cfg], Any] | None = None) -> str:
         """Return the report as JSON; `dump` turns a config into a JSON value."""
@@ -209,12 +174,12 @@ class TuneReport(Generic[Cfg]):
 
     @classmethod
     def from_json(cls, text: str, load: Callable[[Any], Cfg] | None = None) -> TuneReport[Cfg]:
-        """Return the report `to_json` wrote; `load` turns a JSON value back into a config."""
+        """Return the report that `to_json` wrote; `load` turns a JSON value back into a config."""
         return cls.from_facts(json.loads(text), load)
 
     @classmethod
     def from_facts(cls, given: Mapping[str, Any], load: Callable[[Any], Cfg] | None = None) -> TuneReport[Cfg]:
-        """Return the report that some parsed JSON is."""
+        """Return the report in parsed JSON."""
         read: Callable[[Any], Any] = load or (lambda value: value)
         facts = dict(given)
         device, op_id, name = facts["key"]
@@ -226,55 +191,24 @@ class TuneReport(Generic[Cfg]):
         return cls(**facts)
 
 
-def _lesson(report: TuneReport[Any]) -> str:
-    count = len(report.learned_from)
-    tunes = "1 earlier tune" if count == 1 else f"{count} earlier tunes"
-    learned = f"learned from {tunes}: {'; '.join(report.learned_from[:_MAX_LESSONS])}{'; ...' * (count > _MAX_LESSONS)}"
-    if report.prediction_error is None:
-        return learned
-    return f"{learned} (off by {report.prediction_error:.0%})"
+def measurement_of(report: TuneReport[Cfg], cfg: Cfg) -> Measured[Cfg] | None:
+    return next((o for o in report.outcomes if isinstance(o, Measured) and same_config(o.cfg, cfg)), None)
+
+
+def shown_margin(report: TuneReport[Any]) -> float:
+    """Return the margin computed from the printed times."""
+    best, incumbent = report.best, None if report.incumbent is None else measurement_of(report, report.incumbent)
+    if best is None or incumbent is None or not (best.shown_s and incumbent.shown_s):
+        return 0.0
+    return 1 - best.shown_s / incumbent.shown_s
 
 
 def _program(outcome: Measured[Cfg]) -> Cfg:
     return outcome.cfg if outcome.alias_of is None else outcome.alias_of
 
 
-class _Configs:
-    """The texts of a report's configs, found by what the configs are: they may be neither equal nor hashable."""
-
-    def __init__(self, texts: tuple[tuple[Any, str], ...]) -> None:
-        self._texts = texts
-
-    def __getitem__(self, cfg: Any) -> str:
-        known = (text for other, text in self._texts if same_config(other, cfg))
-        return next(known, None) or config_text(cfg, _MAX_CONFIG_CHARS)
-
-
-def _against(report: TuneReport[Any], shown: _Configs) -> str:
-    if report.incumbent is None:
-        return "without an incumbent"
-    if same_config(report.incumbent, report.winner):
-        return f"as the incumbent, ties within {report.noise:.1%}"
-    if report._measured(report.incumbent) is None:
-        return f"over {shown[report.incumbent]}, which was not measured"
-    return f"by {report._shown_margin:.1%} over {shown[report.incumbent]}, noise {report.noise:.1%}"
-
-
-def _marks(report: TuneReport[Any], outcome: Measured[Any], shown: _Configs) -> list[str]:
-    marks = ["winner"] if same_config(outcome.cfg, report.winner) else []
-    marks += ["incumbent"] if report.incumbent is not None and same_config(outcome.cfg, report.incumbent) else []
-    if outcome.eliminated is not None:
-        marks.append(f"out in round {outcome.eliminated}" if outcome.eliminated else "out at its warm-up")
-    marks += [f"same program as {shown[outcome.alias_of]}"] if outcome.alias_of is not None else []
-    marks += ["timed earlier"] if outcome.reused else []
-    marks += [f"expected {in_words(outcome.predicted_s)}"] if outcome.predicted_s is not None else []
-    if report.best is not None and outcome.how != report.best.how:
-        return [*marks, f"timed {outcome.how}, so not ranked"]
-    return marks + ([f"timed {outcome.how}"] if outcome.how != report.objective else [])
-
-
 def text_of(error: BaseException) -> str:
-    """Return an error's message without secrets, whatever class of a user's it is."""
+    """Return an error's message without secrets, even if its `__str__` raises."""
     try:
         return redact(error)
     except Exception as why:
@@ -282,7 +216,7 @@ def text_of(error: BaseException) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration as a person would write it: three digits, in the unit that needs no exponent."""
+    """Return a duration in three digits and a suitable unit."""
     if round(seconds * 1e9) < 1000:
         return f"{seconds * 1e9:.0f} ns"
     for unit, scale in (("us", 1e6), ("ms", 1e3), ("s", 1.0)):

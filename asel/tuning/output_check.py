@@ -17,7 +17,7 @@ else:
 __all__ = ["ExpectedOutputs", "OutputCheck", "OutputMismatch", "Outputs", "as_check"]
 
 Check = Callable[[Sequence[Any], Sequence[Any]], str | None]
-"""Takes the incumbent's outputs and a candidate's; returns what is wrong, or None."""
+"""Takes the incumbent's outputs and a candidate's; returns a description of the difference, or None."""
 
 
 class OutputMismatch(Exception):
@@ -25,7 +25,7 @@ class OutputMismatch(Exception):
 
 
 class Outputs(list[Any]):
-    """The arrays that a run returned, on the host, the structure they were in, and their types as JAX has them.
+    """The outputs of a run as arrays on the host, with their structure and their JAX types.
 
     A type is None if the output was not a jax.Array.
     """
@@ -37,7 +37,7 @@ class Outputs(list[Any]):
 
 
 class ExpectedOutputs:
-    """What a tune's candidates are to compute: what the incumbent does, or else the first that runs."""
+    """The outputs that a tune's candidates must have: those of the incumbent, or else of the first that runs."""
 
     def __init__(self) -> None:
         self._outputs: list[Any] | None = None
@@ -48,7 +48,7 @@ class ExpectedOutputs:
         return self._outputs is not None
 
     def compare(self, outputs: list[Any], check: Check) -> None:
-        """Take the first outputs for right, and compare all others with them.
+        """Store the first outputs as expected, and compare all others with them.
 
         Raises:
             OutputMismatch: they differ.
@@ -59,10 +59,10 @@ class ExpectedOutputs:
             raise OutputMismatch(wrong)
 
     def refuse_new_nan(self, found: frozenset[int], how: str, *, is_incumbent: bool) -> None:
-        """Compare the outputs in which a candidate has NaN with those of the candidates timed in the same mode.
+        """Compare a candidate's outputs with NaN to those of the incumbent, or else of the first, in the same mode.
 
         Raises:
-            OutputMismatch: it has NaN in an output that is to have none.
+            OutputMismatch: it has NaN in an output that should have none.
         """
         if is_incumbent:
             self._nan[how] = found
@@ -74,12 +74,12 @@ class ExpectedOutputs:
 class OutputCheck:
     """Compares structure, shapes, types and values, and names the largest difference.
 
-    If the expected outputs are NaN and nothing else, there is nothing to compare, and no candidate passes.
+    Integers and booleans must be equal. Other numbers may differ by `atol` plus `rtol` times the expected value. The
+    default of `rtol` is 1e-7 for 64 bits; 1e-3 for 32 bits, because devices may use fewer in matrix products; and four
+    units in the last place for fewer bits, 0.25 at most. The default of `atol` is `rtol` times the output's root mean
+    square, since a sum that cancels out is only as precise as its terms; for an output of zeros, `rtol` squared.
 
-    Integers and booleans must be equal. Other numbers may differ by `atol` and by `rtol` of what is expected. Without
-    `rtol` it is 1e-7 for 64 bits, 1e-3 for 32, of which a device may use fewer in a matrix product, and four units in
-    the last place for less, a quarter at most. Without `atol`, that part of the output's root mean square, since what
-    is left of a sum that cancels out is as precise as its terms; if all of it is zero, that part of that part.
+    If all expected outputs are entirely NaN, nothing can be compared, and no candidate passes.
     """
 
     rtol: float | None = None
@@ -99,7 +99,7 @@ class OutputCheck:
         for number, (wanted, got) in enumerate(zip(*types, strict=False)):
             if None not in (wanted, got) and wanted != got:
                 return f"output {number} is of type {got} in the place of {wanted}"
-        if expected and all(_is_nan_alone(wanted) for wanted in expected):
+        if expected and all(_is_all_nan(wanted) for wanted in expected):
             return "all outputs are nan, so nothing can be compared; give the kernel example_inputs that have a result"
         pairs = zip(expected, actual, strict=True)
         differing = [(*found, number) for number, pair in enumerate(pairs) if (found := self._difference(*pair))]
@@ -112,7 +112,7 @@ class OutputCheck:
         return f"output {number} is nan where the other is not{elsewhere}"
 
     def _difference(self, wanted: Any, got: Any) -> tuple[bool, float] | None:
-        """Return whether one side alone is nan somewhere, and the largest difference; None if they are close."""
+        """Return whether only one side is nan somewhere, and the largest difference; None if they are close."""
         tolerance = _tolerance(wanted.dtype)
         if tolerance is None:
             if np.array_equal(wanted, got):
@@ -131,22 +131,22 @@ class OutputCheck:
 
 
 def _tolerance(dtype: Any) -> float | None:
-    """Return what part of a number of this type may be rounding; None if none of it may be."""
-    import jax.numpy as jnp  # NumPy alone takes bfloat16 for something that is not a number
+    """Return the relative rounding error to tolerate for a dtype; None if values must be equal."""
+    import jax.numpy as jnp  # to NumPy alone, bfloat16 is not a number
 
     if not jnp.issubdtype(dtype, jnp.inexact):
         return None
     eps = float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
-    # With a quarter for `rtol` and for `atol`, twice the largest number is refused, and so is zero in its place.
+    # With 0.25 for `rtol` and `atol`, neither twice the largest number nor zero in its place passes.
     return 1e-7 if eps < 1e-10 else 1e-3 if eps < 1e-5 else min(4 * eps, 0.25)
 
 
-def _is_nan_alone(array: Any) -> bool:
+def _is_all_nan(array: Any) -> bool:
     return bool(array.size) and _tolerance(array.dtype) is not None and bool(np.isnan(array).all())
 
 
 def _unequal(wanted: Any, got: Any) -> list[tuple[Any, Any]]:
-    """Return the first pairs that differ: Python's integers, unlike NumPy's, have room for any difference."""
+    """Return the first pairs that differ, whose difference is computed in Python: NumPy's integers may overflow."""
     wanted, got = wanted.ravel(), got.ravel()
     places = np.flatnonzero(wanted != got)[:10_000]
     return list(zip(wanted[places], got[places], strict=True))
@@ -155,11 +155,12 @@ def _unequal(wanted: Any, got: Any) -> list[tuple[Any, Any]]:
 def _root_mean_square(values: Any) -> float:
     finite = np.abs(values[np.isfinite(values)])
     largest = float(np.max(finite, initial=0.0))
-    return largest * float(np.sqrt(np.mean((finite / largest) ** 2))) if largest else 0.0  # no square overflows
+    # Scaled, so that no square overflows.
+    return largest * float(np.sqrt(np.mean((finite / largest) ** 2))) if largest else 0.0
 
 
 def as_check(check: Any) -> Check | None:
-    """Return a check from what a user gave: True for the default one, or a function that says yes or no."""
+    """Return the check for a user's argument: True for the default, or a function that returns a verdict."""
     if check is None or check is False:
         return None
     if check is True:

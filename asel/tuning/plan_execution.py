@@ -1,4 +1,4 @@
-"""Carries out a strategy's plan: compiles what it asks for while it goes on, and takes its samples."""
+"""Carries out a strategy's plan: compiles in the background, and takes samples."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from asel.tuning.strategies import Compile, Compute, Drop, Leave, Plan, Sample, 
 
 __all__ = ["carry_out"]
 
-# A plan may ask in vain now and then, for candidates that have failed. One that goes on like that would never end.
-_MAX_VAIN_STEPS = 1_000
-# Candidates that are left out without giving others their turn on the event loop, which takes a millisecond.
+# A step may change nothing, such as one for failed candidates. A plan with this many in a row would never end.
+_MAX_IDLE_STEPS = 1_000
+# The number of candidates that are left out in one go: a millisecond on the event loop.
 _AT_ONCE = 500
 
 
 async def carry_out(
     plan: Plan, state: TuneState[Any], board: Scoreboard, measure: BaseMeasure, check: Check | None = None
 ) -> None:
-    """Do what is planned, until the plan or the budget ends. What is being compiled then is given up.
+    """Carry out the plan until it ends or the budget is spent. Candidates still being compiled are abandoned.
 
     Raises:
         DeviceStuck: an abandoned candidate keeps the device.
@@ -54,7 +54,7 @@ class _Execution:
 
     async def run(self, plan: Plan) -> None:
         found: Any = None
-        vain_steps, before = 0, self._progress()
+        idle_steps, before = 0, self._progress()
         while True:
             try:
                 step = plan.send(found)
@@ -78,16 +78,16 @@ class _Execution:
                         found = await run_in_thread("planning a tune", work, grace_s=self._state.request.grace_s)
                 case _:
                     assert_never(step)
-            vain_steps, before = (vain_steps + 1, before) if before == (now := self._progress()) else (0, now)
-            if vain_steps >= _MAX_VAIN_STEPS:
-                raise InvalidRequestError(f"the strategy goes in circles: {vain_steps} steps changed nothing")
-            if vain_steps:
-                # Others are served meanwhile. Not after a step that did something: the tune would hand its device to
-                # the next in line, and many cold keys would all be answered late, instead of one by one.
+            idle_steps, before = (idle_steps + 1, before) if before == (now := self._progress()) else (0, now)
+            if idle_steps >= _MAX_IDLE_STEPS:
+                raise InvalidRequestError(f"the strategy goes in circles: {idle_steps} steps changed nothing")
+            if idle_steps:
+                # Let other tasks run. Not after a step with an effect: the tune would give up its device to the next in
+                # line, and then many cold keys would all be answered late, instead of one by one.
                 await anyio.lowlevel.checkpoint()
 
     def _progress(self) -> tuple[object, ...]:
-        """Return what differs after any step that has done something; what is computed shows in the next one."""
+        """Return a value that changes with every step that has an effect, except `Compute`."""
         board = self._board
         return board.cost_s, len(board.untried), len(board.compiling), len(board.dropped), len(board.failed)
 
@@ -101,7 +101,7 @@ class _Execution:
     async def _sample(self, indices: tuple[int, ...]) -> bool:
         state = self._state
         if self._check is not None:
-            if state.request.incumbent in state.uncompilable:  # whose outputs all others' are compared with
+            if state.request.incumbent in state.uncompilable:  # all others are compared with its outputs
                 await try_uncompilable(state, [state.request.incumbent])
             await check_outputs(self._check, state)
         return await take_round(state, self._board, indices)

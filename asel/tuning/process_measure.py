@@ -1,8 +1,8 @@
-"""Measures in worker processes: whatever a candidate does there, it does to a process that can be replaced.
+"""Measures in worker processes, which can be killed and replaced.
 
-The worker is `asel/tuning/worker.py`: it imports the kernel by name, from where this program would, and never runs
-the program's own `__main__`. One that hangs is killed when its step is cancelled, and one that dies costs the candidate
-that was at its step; the others are compiled again in the next worker, before they are timed.
+The worker is `asel/tuning/worker.py`: it imports the kernel by name, from the same places as this program, and never
+runs the program's `__main__`. A worker that hangs is killed when its step is cancelled. If a worker dies, the candidate
+whose step it was running fails; its other candidates are compiled again in another worker.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["ProcessMeasure", "WorkerDied"]
 
 _HEADER = struct.Struct("!Q")
 _MAX_WORKERS = 2
-_PIECE = 1 << 20
-# A worker that is up answers at once; one that starts has JAX to import, perhaps on a busy machine.
-_ANSWERS_S = 10.0
-_STARTS_S = 120.0
+_CHUNK_BYTES = 1 << 20
+# A running worker answers at once; a new one has to import JAX, perhaps on a busy machine.
+_ANSWER_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 120.0
 
 
 class WorkerDied(Exception):
@@ -44,7 +44,7 @@ class WorkerDied(Exception):
 
 
 class CandidateError(Exception):
-    """What a candidate raised in its worker: the name of its type, the message, and whether it was being built."""
+    """An error of a candidate in its worker: the type's name, the message, and whether it was being built."""
 
     def __init__(self, type_name: str, message: str, building: bool) -> None:
         super().__init__(type_name, message, building)
@@ -56,7 +56,7 @@ class CandidateError(Exception):
 
 
 class ProcessMeasure(BaseMeasure):
-    """A `Measure` that compiles and times in worker processes, which each event loop has for itself.
+    """A `Measure` that compiles and times in worker processes. Each event loop has its own.
 
     Kernels must be importable.
     """
@@ -68,11 +68,11 @@ class ProcessMeasure(BaseMeasure):
 
     @asynccontextmanager
     async def turn(self, charge: Charge = nullcontext) -> AsyncIterator[_WorkerSession]:
-        """Wait for a worker that answers. One that died while idle, or does not answer, is replaced."""
+        """Hold a worker that answers. A worker that died while idle, or does not answer, is replaced."""
         while True:
             worker = await self._least_busy(charge)
             async with worker.turn:
-                with suppress(WorkerDied), anyio.move_on_after(_ANSWERS_S):
+                with suppress(WorkerDied), anyio.move_on_after(_ANSWER_TIMEOUT_S):
                     await worker.ask("hello", 0)
                 if worker.alive:
                     yield _WorkerSession(self, worker)
@@ -83,7 +83,7 @@ class ProcessMeasure(BaseMeasure):
             return await session.compile(trial)
 
     def end_tune(self, shared: dict[str, Any]) -> None:
-        """Have the workers forget the tune's arguments, and the candidates that had them."""
+        """Let the workers forget the tune's arguments and candidates."""
         if (arguments := shared.get("packed_arguments")) is not None:
             for worker in self._pools.here().workers:
                 worker.end_tune(arguments)
@@ -111,12 +111,12 @@ class _WorkerPool:
 
     def __init__(self) -> None:
         self.workers: list[_WorkerProcess] = []
-        # One start at a time, so that two who find none idle do not both start the last one.
+        # One start at a time, so that two tasks that find no idle worker do not both start one.
         self.starting = anyio.Lock()
 
 
 class _WorkerSession(BaseMeasure):
-    """A worker whose turn is ours, as a measure."""
+    """A worker whose turn is held, as a measure."""
 
     def __init__(self, measure: ProcessMeasure, worker: _WorkerProcess) -> None:
         self._measure = measure
@@ -130,7 +130,7 @@ class _WorkerSession(BaseMeasure):
             return remote
 
         async def run_once() -> Sampler:
-            # It runs alone on the device, and so no longer in the turn that it was lowered in.
+            # The turn that it was lowered in is over by then: this waits until the device is free.
             async with remote.turn():
                 for step in remote.ready() or [remote.compile]:
                     await step()
@@ -145,7 +145,7 @@ class _WorkerSession(BaseMeasure):
         return remote
 
     async def _lowered(self, trial: Trial[Any]) -> tuple[_Remote, str | None]:
-        # In a thread: large arguments take their time.
+        # In a thread, because packing large arguments takes long.
         candidate, arguments = await run_in_thread(
             f"packing {trial.cfg!r}", partial(_packed, trial), grace_s=trial.grace_s, left_behind=trial.left_behind
         )
@@ -158,7 +158,7 @@ class _WorkerSession(BaseMeasure):
                 raise
 
 
-# What a worker knows a candidate by, and the arguments of a tune.
+# Identifies candidates and the arguments of tunes in workers.
 _numbers = count(1)
 
 
@@ -180,7 +180,7 @@ def _packed(trial: Trial[Any]) -> tuple[Sequence[Frame], _PackedArguments]:
 
 
 class _Remote(BaseSampler):
-    """A candidate in a worker, as a sampler. Its steps are asked for in its turn."""
+    """A candidate in a worker, as a sampler. Its steps run while its `turn` is held."""
 
     def __init__(
         self, measure: ProcessMeasure, trial: Trial[Any], candidate: Sequence[Frame], arguments: _PackedArguments
@@ -196,7 +196,7 @@ class _Remote(BaseSampler):
 
     async def lower_in(self, worker: _WorkerProcess) -> str | None:
         self._worker = worker
-        await worker.bring(self._arguments)
+        await worker.ensure_arguments(self._arguments)
         lowered: tuple[TimingMode, str | None]
         lowered = await worker.ask("lower", self._number, self._candidate, self._arguments.number)
         self.how, fingerprint = lowered
@@ -219,7 +219,7 @@ class _Remote(BaseSampler):
             yield
 
     def ready(self) -> list[Callable[[], Awaitable[object]]]:
-        """Return the steps that compile it again if its worker was lost, and make it as warm as it was there."""
+        """Return the steps that restore the candidate in another worker if its own was lost, warm if it was warm."""
         if self._worker is not None and self._worker.alive:
             return []
         assert self._next is not None
@@ -234,7 +234,7 @@ class _Remote(BaseSampler):
         return Outputs(*await self._ask("outputs"))
 
     def release(self) -> None:
-        """Release the candidate's executable. From any thread."""
+        """Release the candidate's executable, from any thread."""
         self._candidate = ()
         if self._worker is not None:
             self._worker.forget(self._number)
@@ -253,13 +253,12 @@ class _Remote(BaseSampler):
 
 
 class _WorkerProcess:
-    """One process. It answers one request at a time, of the task that holds `turn`."""
+    """One worker process. It answers one request at a time, for the task that holds `turn`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self.turn = anyio.Lock()
-        # The tunes whose arguments it has; and what goes along with the next request: the candidates that were
-        # released, and the tunes that ended.
+        # The tunes whose arguments it has. Released candidates and ended tunes are sent with the next request.
         self._tunes: set[int] = set()
         self._forgotten: deque[int] = deque()
         self._ended_tunes: deque[int] = deque()
@@ -276,10 +275,10 @@ class _WorkerProcess:
             env=worker_environment(),
         )
         worker = cls(process)
-        with anyio.move_on_after(_STARTS_S):
+        with anyio.move_on_after(_START_TIMEOUT_S):
             await worker.ask("hello", 0, [imports])
         if not worker.alive:
-            raise WorkerDied(f"a worker process was started, and did not answer within {_STARTS_S:g} s")
+            raise WorkerDied(f"a worker process was started but did not answer within {_START_TIMEOUT_S:g} s")
         return worker
 
     @property
@@ -288,29 +287,29 @@ class _WorkerProcess:
 
     @property
     def queue(self) -> int:
-        """How many have its turn or wait for it."""
+        """The number of tasks that hold its turn or wait for it."""
         return self.turn.locked() + self.turn.statistics().tasks_waiting
 
     def forget(self, candidate: int) -> None:
-        """Have a candidate forgotten with the next thing that is asked."""
+        """Forget a candidate with the next request."""
         self._forgotten.append(candidate)
 
     def end_tune(self, arguments: _PackedArguments) -> None:
-        """Have a tune's arguments forgotten with the next thing that is asked, and all candidates that had them."""
+        """Forget a tune's arguments and candidates with the next request."""
         if arguments.number in self._tunes:
             self._tunes.remove(arguments.number)
             self._ended_tunes.append(arguments.number)
 
-    async def bring(self, arguments: _PackedArguments) -> None:
-        """See that the worker has a tune's arguments: each gets them once, with the first candidate."""
+    async def ensure_arguments(self, arguments: _PackedArguments) -> None:
+        """Send a tune's arguments, unless the worker already has them."""
         if arguments.number not in self._tunes:
             await self.ask("arguments", arguments.number, arguments.frames)
             self._tunes.add(arguments.number)
 
     async def ask(self, command: str, number: int, frames: Sequence[Frame] = (), arguments: int = 0) -> Any:
-        """Return what the worker answers.
+        """Return the worker's answer.
 
-        A wait that is cancelled leaves the worker in the middle of a step, so it is killed.
+        If the wait is cancelled, the worker is in the middle of a step, so it is killed.
         """
         if not self.alive:
             raise WorkerDied("the worker process was lost to another candidate")
@@ -321,7 +320,7 @@ class _WorkerProcess:
             await self._send([pickle.dumps(header), *frames])
             kind, value = await self._receive()
         except (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError):
-            code = await self.end(patience_s=2.0)  # it is ending by itself, and its code tells of what
+            code = await self.end(patience_s=2.0)  # it ends by itself, with an exit code that shows the cause
             raise WorkerDied(f"the worker process died at {command!r}, exit code {code}") from None
         except BaseException:
             await self.end()
@@ -331,20 +330,20 @@ class _WorkerProcess:
         return value
 
     async def _send(self, frames: Sequence[Frame]) -> None:
-        """Send frames, their lengths before them, in pieces: nothing large is copied at once on the loop."""
+        """Send frames with their lengths, in chunks, so that nothing large is copied at once on the loop."""
         assert self._process.stdin is not None
         sizes = [len(frames), *map(len, frames)]
         await self._process.stdin.send(b"".join(map(_HEADER.pack, sizes)))
         for frame in frames:
             view = memoryview(frame)
-            for start in range(0, len(view), _PIECE):
-                await self._process.stdin.send(bytes(view[start : start + _PIECE]))
+            for start in range(0, len(view), _CHUNK_BYTES):
+                await self._process.stdin.send(bytes(view[start : start + _CHUNK_BYTES]))
 
     async def _receive(self) -> tuple[str, Any]:
         assert self._process.stdout is not None
         (length,) = _HEADER.unpack(await self._exactly(_HEADER.size))
         answer = await self._exactly(length)
-        if length > _PIECE:  # outputs, for a check
+        if length > _CHUNK_BYTES:  # outputs, for a check
             return await run_in_thread("reading a worker's answer", partial(pickle.loads, answer))
         return pickle.loads(answer)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""The strategy for few candidates: compile all, then race them."""
+"""The strategy for short lists: compile all candidates, then race them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from asel.tuning.strategies import Drop, Plan, Sample, compile_all
 
 __all__ = ["Race"]
 
-# Rounds may take this part of what the warm-ups took, and at least as many seconds as this. With 0.6 s, replays of a
-# busy machine chose worse by 1.5% on average, by 22% at worst; with 1 s, right each time. Quiet ones end long before.
+# The time that rounds may take: a share of the warm-ups' time, and at least this many seconds. With 0.6 s, replays of a
+# busy machine chose worse by 1.5% on average and 22% at worst; with 1 s, right each time. Quiet machines need less.
 _EFFORT_SHARE = 0.5
 _MIN_EFFORT_S = 1.0
-# Of long runs the best that was observed tells enough to drop those that took this many times as long, though nothing
-# is known of their scatter. Without that, sampling "recurrence, long" takes 31 s instead of 13 s.
+# Long runs that take this many times as long as the best observed run are dropped, although their variance is unknown.
+# Without this, sampling "recurrence, long" takes 31 s instead of 13 s.
 _HOPELESS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Rounds in which every survivor is sampled once, in an order shuffled by `seed`; warm-ups first.
+    """After the warm-ups, samples every survivor once in each round, in an order shuffled by `seed`.
 
-    After each round those drop out that are slower than a tie with the leader, beyond doubt (`Scoreboard.losers`). The
-    race is over once all that are left have `iters` samples, and more would hardly change the winner or the rounds have
-    cost what is at stake. So short kernels, which are noisy and cheap, are sampled often, and long ones, which are
-    neither, seldom.
+    After a round, candidates that are significantly slower than a tie with the leader drop out (`Scoreboard.losers`).
+    The race is over once all survivors have `iters` samples, and either more samples would hardly change the winner or
+    the rounds have used up their time. So short kernels, noisy and cheap, get many samples, and long ones get few.
     """
 
     iters: int = 3
@@ -50,7 +49,7 @@ class Race:
             yield Sample(tuple(order))
             if number < look or not board.measured:
                 continue
-            look = number + max(1, number // 10)  # what one of many rounds adds is not worth looking at
+            look = number + max(1, number // 10)  # after many rounds, one more changes little
             yield from _drop_hopeless(board, number)
             leader = board.leader()
             for index in board.losers():

@@ -25,10 +25,10 @@ _MAX_REASONS = 3
 
 
 def recorded_timings(state: TuneState[Cfg]) -> dict[int, Measured[Cfg]]:
-    """Return the earlier timings that stand as they were recorded.
+    """Return the earlier timings that this tune reuses.
 
-    They are those of tunes with the same software and objective, whose winners are tried again today: the candidates
-    that these beat are not the best today either.
+    They come from tunes with the same software and objective whose winner is tried again now: the candidates that it
+    beat then are not the best now, either.
     """
     request = state.request
     if not state.reports:
@@ -38,15 +38,15 @@ def recorded_timings(state: TuneState[Cfg]) -> dict[int, Measured[Cfg]]:
     found: dict[Any, Measured[Cfg]] = {}
     winners = set()
     for report in state.reports:
-        is_alike = report.environment == software and report.objective == request.objective
-        if is_alike and (winner := config_form(report.winner)) in tried:
+        is_comparable = report.environment == software and report.objective == request.objective
+        if is_comparable and (winner := config_form(report.winner)) in tried:
             found.update({config_form(o.cfg): o for o in report.outcomes if isinstance(o, Measured) and o.samples_s})
             winners.add(winner)
     return {i: found[form] for i, form in enumerate(forms) if form in found and form not in winners}
 
 
 def reasons_of(failed: Sequence[Failed[Any]]) -> str:
-    """Return why candidates failed, the most frequent reasons first."""
+    """Return the reasons why candidates failed, the most frequent first."""
     reasons = Counter(map(failure_text, failed)).most_common()
     shown = [f"{number} of them: {reason}" for reason, number in reasons[:_MAX_REASONS]]
     if (more := len(reasons) - len(shown)) > 0:
@@ -82,7 +82,7 @@ def report_on(state: TuneState[Cfg]) -> TuneReport[Cfg]:
     outcomes = tuple(state.outcomes[i] for i in range(len(request.candidates)))
     if board is None or winner is None:
         raise _all_failed(request, outcomes)
-    # A report is kept for long; an exception would keep all that its traceback refers to.
+    # Reports live long, and an exception would keep everything alive that its traceback refers to.
     outcomes = tuple(replace(o, error=None) if isinstance(o, Failed) else o for o in outcomes)
     incumbent = request.incumbent if request.incumbent in comparable else None
     return TuneReport(
@@ -125,12 +125,12 @@ def _settle_measured(
     facts |= {"compile_s": runner.compile_s, "samples": len(samples), "winner": index == winner}
     times = state.times(index)
     if (measured := times["measured"]) is not None:
-        facts["end"] = measured[1]  # others were sampled since
+        facts["end"] = measured[1]  # other candidates were sampled after it
     state.emit(CandidateMeasured, index, runner.started, **facts, **times)
 
 
 def _limit(seconds: float) -> float | None:
-    return seconds if isfinite(seconds) else None  # JSON knows no infinity
+    return seconds if isfinite(seconds) else None  # JSON has no infinity
 
 
 def _margin(board: Scoreboard, winner: int, incumbent: int | None) -> float:
@@ -140,14 +140,14 @@ def _margin(board: Scoreboard, winner: int, incumbent: int | None) -> float:
 
 
 def _comparable(state: TuneState[Any]) -> list[int]:
-    """Return the measured candidates that were timed in the best mode any was: only they may win."""
+    """Return the measured candidates in the best timing mode of any: only they may win."""
     board = state.board
     measured = [] if board is None else [i for i in state.runners if board.samples.get(i)]
     return next(iter(state.by_timing_mode(measured)), [])
 
 
 def _settle_alias(state: TuneState[Cfg], index: int, first: int) -> None:
-    """Give a candidate the outcome of the one whose program it has."""
+    """Give a candidate the outcome of the candidate with the same program."""
     if index in state.outcomes:
         return
     cfg, original = state.request.candidates[index], state.outcomes.get(first)
@@ -165,8 +165,8 @@ def _settle_alias(state: TuneState[Cfg], index: int, first: int) -> None:
     elif isinstance(original, Failed):
         outcome = Failed(cfg, original.stage, original.error_type, original.message, original.error)
     else:
-        same = state.request.candidates[first]
-        outcome = Skipped(cfg, f"its program is that of {same!r}, which was not measured")
+        twin = state.request.candidates[first]
+        outcome = Skipped(cfg, f"its program is that of {twin!r}, which was not measured")
     state.settle(index, outcome)
 
 

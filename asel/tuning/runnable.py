@@ -1,4 +1,4 @@
-"""A kernel and its config as a function of a call's arrays: what a tune measures, and what an executor runs."""
+"""A kernel with its config as a function of a call's arrays: tunes measure it, and executors run it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from asel.kernels.arguments import is_numeric
+from asel.kernels.arguments import is_numeric, split_leaves
 from asel.kernels.binding import WeakMethod
 from asel.kernels.candidates import same_config
 from asel.kernels.kernel import FunctionKernel
@@ -18,33 +18,29 @@ from asel.runtime.bounded_memo import BoundedMemo
 __all__ = ["CallFunction", "Programs", "Runnable", "after_run", "is_jitted"]
 
 _MAX_CONFIGS = 4
-# Placements of one call's arrays: on the default device or committed to it, each of them.
+# The placements of a call's arrays: each may be committed to its device or not.
 _MAX_SIGNATURES = 64
 
 after_run: ContextVar[list[Callable[[], None]] | None] = ContextVar("asel_after_run", default=None)
-"""Where an executor collects the background tunes that are to begin once its call has run."""
+"""A list in which an executor collects the background tunes that begin after its call has run."""
 
 
 class CallFunction:
-    """A function of the array leaves of a call. All other leaves are constants; none of the call's arrays is kept."""
+    """A function of the array leaves of a call. All other leaves are constants. It keeps none of the arrays."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         import jax
 
-        leaves, structure = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
-        is_dynamic = [is_array(leaf) for leaf in leaves]
-        constants = [None if dynamic else leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True)]
+        _, is_dynamic, call_of = split_leaves((tuple(args), dict(kwargs)), is_array)
 
         def forward(*arrays: Any) -> Any:
-            given = iter(arrays)
-            merged = [next(given) if dyn else leaf for leaf, dyn in zip(constants, is_dynamic, strict=True)]
-            call_args, call_kwargs = jax.tree_util.tree_unflatten(structure, merged)
+            call_args, call_kwargs = call_of(*arrays)
             return fn(*call_args, **call_kwargs)
 
         self.forward = forward
         self._is_dynamic = is_dynamic
         self._leaves_of = jax.tree_util.tree_leaves
-        # Whether the arrays are the positional arguments, as they come.
+        # Whether the arrays are exactly the positional arguments.
         self.takes_args = sum(is_dynamic) == len(args) and all(is_array(arg) for arg in args)
 
     def arrays(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -56,7 +52,7 @@ class CallFunction:
 
 
 class Runnable:
-    """What runs one config for one signature: a jitted function of its arrays, or the kernel as it is."""
+    """Runs one config for one signature: as a jitted function of its arrays, or as the kernel's plain function."""
 
     __slots__ = (
         "_bound_to",
@@ -78,14 +74,14 @@ class Runnable:
         self.function = function
         self.jitted = jitted
         self._is_quick: dict[Any, bool] = {}
-        # The jitted function, if it takes a call's positional arguments as they come, and so needs nobody in between.
+        # The jitted function, if it takes exactly the positional arguments of a call.
         self.direct = jitted if function is not None and function.takes_args else None
         self._was_traced = False
         self._owner: weakref.ref[Any] | None = None
         self._bound_to: Any = None
 
     def go_with(self, kernel: Any) -> None:
-        """Belong to the kernel that `as_is` runs.
+        """Tie this to the kernel that `as_is` runs.
 
         If no other kernel can use the compiled program, it is released with this kernel.
         """
@@ -98,14 +94,14 @@ class Runnable:
         self.direct = self.jitted = self.function = None
 
     def serves(self, kernel: Any) -> bool:
-        """Tell whether it may run for `kernel`, which has the same class and state as the one it was made for.
+        """Return whether this may run for `kernel`, which has the class and state of the kernel it was made for.
 
-        Equal kernels share compiled programs. What runs as it is may have changed since, and may change itself.
+        Equal kernels share compiled programs. A plain function is not shared, since its kernel may be mutable.
         """
         return self.jitted is not None or self._bound_to is None or self._bound_to is kernel
 
     def serving(self, kernel: Any, as_is: Callable[..., Any]) -> Runnable:
-        """Return the same for another kernel, which runs as it is, too."""
+        """Return an equivalent for another kernel, whose plain function is `as_is`."""
         other = Runnable(self.cfg, as_is)
         other._is_quick = dict(self._is_quick)
         other.go_with(kernel)
@@ -113,7 +109,7 @@ class Runnable:
 
     @classmethod
     def of(cls, cfg: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runnable:
-        """Return what runs `fn` in the form the tuner measures: jitted, unless it is so already."""
+        """Return a runnable of `fn` in the form the tuner measures: jitted, unless it already is."""
         if is_jitted(fn):
             return cls(cfg, fn)
         import jax
@@ -122,9 +118,9 @@ class Runnable:
         return cls(cfg, fn, function, jax.jit(function.forward))
 
     def is_quick(self, token: Any) -> bool | None:
-        """Tell whether the last run of a signature, one with `for_program`, came back at once; None before the first.
+        """Return whether the last run of a signature (with `for_program`) was quick; None before the first run.
 
-        Calls that this serves alike may still be compiled one by one: arrays that are committed to their device, say.
+        `jax.jit` compiles again for some calls with one key, such as those with committed arrays.
         """
         return self._is_quick.get(token)
 
@@ -136,13 +132,13 @@ class Runnable:
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if (direct := self.direct) is not None:
             return direct(*args)
-        jitted, function = self.jitted, self.function  # which another thread may take away
+        jitted, function = self.jitted, self.function  # read once: another thread may set them to None
         if jitted is None or function is None:
             return self.as_is(*args, **kwargs)
         return jitted(*function.arrays(args, kwargs))
 
     def first_run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run for the first time. What cannot be traced runs as it is, from here on if that works."""
+        """Run for the first time. If the kernel cannot be traced but runs without `jit`, it does so from now on."""
         if self._is_traceable(args, kwargs):
             return self(args, kwargs)
         out = self.as_is(*args, **kwargs)
@@ -156,42 +152,42 @@ class Runnable:
         if not self._was_traced:
             try:
                 jitted.trace(*function.arrays(args, kwargs))
-            except Exception:  # whatever it is: if the call is at fault, the kernel raises it by itself
+            except Exception:  # if the call itself is at fault, running the kernel raises
                 return False
             self._was_traced = True
         return True
 
 
 class Programs:
-    """The runnables of a chain's calls, for its executors; a few configs for each of a bounded number of signatures.
+    """The runnables of a selector's calls, for its executors: a few configs for each of a bounded number of signatures.
 
-    `known` is a call's `Resolved`, with its signature where the kernel has keys of its own.
+    `call` is a call's `Resolved`, together with its signature if the kernel has a `key_builder`.
     """
 
     def __init__(self, max_signatures: int = 8192) -> None:
         self._by_signature: BoundedMemo[tuple[Runnable, ...]] = BoundedMemo(max_signatures)
 
-    def get(self, known: Any, cfg: Any) -> Runnable | None:
-        for runnable in self._by_signature.get(known) or ():
+    def get(self, call: Any, cfg: Any) -> Runnable | None:
+        for runnable in self._by_signature.get(call) or ():
             if same_config(runnable.cfg, cfg):
                 return runnable
         return None
 
-    def put(self, known: Any, runnable: Runnable) -> None:
-        others = [one for one in self._by_signature.get(known) or () if not same_config(one.cfg, runnable.cfg)]
-        self._by_signature.put(known, (runnable, *others[: _MAX_CONFIGS - 1]))
+    def put(self, call: Any, runnable: Runnable) -> None:
+        others = [one for one in self._by_signature.get(call) or () if not same_config(one.cfg, runnable.cfg)]
+        self._by_signature.put(call, (runnable, *others[: _MAX_CONFIGS - 1]))
 
-    def add(self, known: Any, kernel: Any, runnable: Runnable) -> None:
-        """Keep what a tune has compiled, unless the config runs already."""
-        if self.get(known, runnable.cfg) is None:
+    def add(self, call: Any, kernel: Any, runnable: Runnable) -> None:
+        """Keep a tune's compiled program, unless the config has one already."""
+        if self.get(call, runnable.cfg) is None:
             runnable.go_with(kernel)
-            self.put(known, runnable)
+            self.put(call, runnable)
 
 
 def is_array(leaf: Any) -> bool:
-    """Tell whether a leaf is a parameter of the compiled function; everything else is a constant of it.
+    """Return whether a leaf is a parameter of the compiled function; every other leaf is a constant of it.
 
-    NumPy's scalars are parameters, as they are to `jax.jit`.
+    NumPy's scalars are parameters, as for `jax.jit`.
     """
     import jax
 
@@ -199,7 +195,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_jitted(fn: Any) -> bool:
-    """Tell whether a function is jitted already: itself, what a partial binds, or what a function kernel runs."""
+    """Return whether a function is already jitted, looking inside partials, weak methods and function kernels."""
     while True:
         if isinstance(fn, functools.partial):
             fn = fn.func

@@ -1,4 +1,4 @@
-"""Takes the samples that a strategy asks for, and notes times and failures."""
+"""Takes the samples that a strategy asks for, and records times and failures."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from asel.tuning.state import TuneState
 
 __all__ = ["check_outputs", "take_round"]
 
-# Samples are taken in one go if that takes no longer than this: so often is the budget looked at.
+# The longest series of samples without a return to the event loop, where the budget is checked.
 _SERIES_S = 20e-3
-# Nor a greater part than this of what one of them may take, since that is what all of them may then.
-_SERIES_PART = 0.1
+# A series also takes at most this share of the candidate timeout, because the timeout then bounds the whole series.
+_SERIES_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A sample: the seconds of one run and those of the whole sample, or why it failed."""
+    """A sample: the seconds of one run and of the whole sample, or the error."""
 
     index: int
     seconds: float = 0.0
@@ -39,7 +39,7 @@ class _Taken:
 
 
 async def take_round(state: TuneState[Any], board: Scoreboard, indices: Sequence[int]) -> bool:
-    """Sample each of these once, as far as they are compiled; return whether there is time for more.
+    """Sample each of these candidates once, if it is compiled; return whether time is left for more.
 
     Raises:
         DeviceStuck: an abandoned candidate keeps the device.
@@ -47,20 +47,20 @@ async def take_round(state: TuneState[Any], board: Scoreboard, indices: Sequence
     left = list(indices)
     while left := [index for index in left if index in state.runners]:
         if state.budget.is_spent and board.has_run():
-            return False  # the best so far wins; until there is one, the first that runs has one run
+            return False  # but not before one candidate has run, so that there is a winner
         series = _series(state, left)
         taken = await _take_all(state, series) if len(series) > 1 else [await _take_one(state, left[0])]
         for one in taken:
-            _note(state, board, one)
+            _record(state, board, one)
         left = left[len(taken) :]
         await state.rest(sum(one.taken_s for one in taken))
     return True
 
 
 def _series(state: TuneState[Any], wanted: Sequence[int]) -> list[int]:
-    """Return the candidates that can be sampled in one go: they were sampled before, and are quick."""
+    """Return the longest series at the head of `wanted`: quick candidates that were sampled before, on one bench."""
     bench = state.runners[wanted[0]].bench
-    left_s = min(_SERIES_S, _SERIES_PART * state.request.candidate_timeout_s)
+    left_s = min(_SERIES_S, _SERIES_SHARE * state.request.candidate_timeout_s)
     series = list[int]()
     for index in wanted:
         runner = state.runners[index]
@@ -80,7 +80,7 @@ async def _take_one(state: TuneState[Any], index: int) -> _Taken:
             return _Taken(index, seconds, taken_s())
     except DeviceStuck:
         raise
-    except BaseException as error:  # one failing candidate is data, never the end of a tune
+    except BaseException as error:  # a failing candidate is an outcome, and does not end the tune
         if not is_outcome(error):
             raise
         return _Taken(index, error=error)
@@ -89,7 +89,7 @@ async def _take_one(state: TuneState[Any], index: int) -> _Taken:
 
 
 async def _take_all(state: TuneState[Any], series: Sequence[int]) -> Sequence[_Taken]:
-    """Take a sample of each, up to the first that fails."""
+    """Take one sample of each candidate, until one fails."""
     runners = [state.runners[index] for index in series]
     bench, samples, left_behind = runners[0].bench, list[tuple[float, float]](), list[AbandonedThread]()
     assert bench is not None
@@ -109,23 +109,23 @@ async def _take_all(state: TuneState[Any], series: Sequence[int]) -> Sequence[_T
     finally:
         state.note_left_behind(left_behind)
     during = start, anyio.current_time()
-    come = len(series) if failure is None else min(len(samples), len(series) - 1)
-    taken = [_Taken(index, *samples[place], during) for place, index in enumerate(series[:come])]
+    completed = len(series) if failure is None else min(len(samples), len(series) - 1)
+    taken = [_Taken(index, *samples[place], during) for place, index in enumerate(series[:completed])]
     if failure is not None:
-        runners[come].trial.left_behind += left_behind
-        taken.append(_Taken(series[come], during=during, error=failure))
+        runners[completed].trial.left_behind += left_behind
+        taken.append(_Taken(series[completed], during=during, error=failure))
     return taken
 
 
-def _note(state: TuneState[Any], board: Scoreboard, taken: _Taken) -> None:
+def _record(state: TuneState[Any], board: Scoreboard, taken: _Taken) -> None:
     index, runner, error, seconds = taken.index, state.runners[taken.index], taken.error, 0.0
     stage: Stage = "measure"
     if taken.during is not None:
         state.note_step(index, "measure", *taken.during)
     try:
         seconds = _checked(taken.seconds)
-    except Exception as garbage:
-        error = garbage
+    except Exception as invalid:
+        error = invalid
     if error is None and not runner.sampled:
         try:
             state.refuse_new_nan(index)
@@ -159,7 +159,7 @@ async def check_outputs(check: Check, state: TuneState[Any]) -> None:
             async with ready_to_run(state, index):
                 with step(state, index, "check"):
                     outputs = await runner.sampler.outputs()
-            with step(state, index, "check"):  # which is the host's business, and may take as long
+            with step(state, index, "check"):  # the comparison runs on the host, with a timeout of its own
                 compare = partial(state.expected.compare, outputs, check)
                 what = f"comparing the outputs of {state.request.candidates[index]!r}"
                 await run_in_thread(what, compare, grace_s=state.request.grace_s, left_behind=comparing, stops=True)
@@ -167,7 +167,7 @@ async def check_outputs(check: Check, state: TuneState[Any]) -> None:
         except DeviceStuck:
             state.skip(index, f"{STUCK}, so it was not checked")
             state.retire(index)
-        except BaseException as error:  # one failing candidate is data, never the end of a tune
+        except BaseException as error:  # a failing candidate is an outcome, and does not end the tune
             if not is_outcome(error):
                 raise
             state.fail(index, runner.started, "check", error, [*runner.trial.left_behind, *comparing])

@@ -1,4 +1,4 @@
-"""The samples of a tune so far: the leader, the losers, and whether more samples would change the winner."""
+"""The samples of a tune so far: who leads, who loses, and whether more samples would change the winner."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from asel.tuning.outcomes import TuneReport
 
 __all__ = ["LONG_S", "Scoreboard"]
 
-# A run this long has its one-off costs behind it in a small part of it, so that even its warm-up tells something.
+# In a run this long, one-off costs are a small part, so even its warm-up counts for something.
 LONG_S = 50e-3
-# What a sample costs at the least: handing it over, and repeating a short run until a timer can see it.
+# The minimum cost of a sample: the hand-over to a thread, and repeating a short run until a timer can see it.
 _MIN_COST_S = 1e-3
 
 
 @dataclass(slots=True)
 class Scoreboard:
-    """What a strategy sees of a tune: configs, times and failures, and no device.
+    """A strategy's view of a tune: configs, times and failures.
 
-    `candidates` are compiled, and race each other; `warmup` samples of each are taken and not counted.
+    `candidates` are compiled and race each other. The first `warmup` samples of each are not counted.
     """
 
     candidates: list[int]
@@ -34,37 +34,37 @@ class Scoreboard:
     warmups: dict[int, list[float]] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
     rounds: list[dict[int, float]] = field(default_factory=list)
-    """The samples again, those together that were taken in one round."""
+    """The same samples, by round."""
     cost_s: float = 0.0
-    """What sampling has taken."""
+    """The time that sampling has taken."""
     configs: Sequence[Any] = ()
     """All of the tune's configs, by index."""
     untried: dict[int, None] = field(default_factory=dict)
-    """The candidates that may be asked for, in the order in which to try them; the incumbent is the first."""
+    """The candidates that the strategy may ask for, in the order in which to try them, the incumbent first."""
     compiling: set[int] = field(default_factory=set)
-    """The candidates that were asked for and are neither compiled yet nor failed."""
+    """The candidates that were asked for, and have neither been compiled nor failed."""
     failed: dict[int, Any] = field(default_factory=dict)
     """The candidates that failed, with their outcomes."""
     aliases: Mapping[int, int] = field(default_factory=dict)
-    """The candidates whose program turned out to be another's."""
+    """The candidates whose program equals another's."""
     compile_width: int = 1
-    """How many candidates are compiled at once."""
+    """The number of candidates compiled at once."""
     call: str = ""
-    """What is tuned, as people read it: `a=f32[512,512]`."""
+    """The readable call: `a=f32[512,512]`."""
     lessons: Sequence[TuneReport[Any]] = ()
     """Earlier tunes of the same kernel, in the same environment: other calls, other versions, other candidates."""
     learned_from: tuple[str, ...] = ()
-    """The calls of those that the strategy used."""
+    """The calls of the lessons that the strategy used."""
     predicted: dict[int, float] = field(default_factory=dict)
-    """The seconds that it expected of candidates by those, before it measured them."""
+    """The times of candidates, in seconds, predicted from the lessons before they were measured."""
     prediction_error: float | None = None
-    """By how much that was wrong, as a root mean square of logarithms."""
+    """The root mean square error of the predictions, in logarithms."""
     budget: Budget = field(default_factory=lambda: Budget(inf))
     _lost_to: dict[int, int | None] = field(default_factory=dict)
     _gaps: dict[int, Gap] | None = None
 
     def record(self, index: int, seconds: float, cost_s: float = 0.0) -> None:
-        """Note a sample, and what it cost: more than its time, if it is the best of several runs."""
+        """Record a sample and its cost, which exceeds its time if it is the best of several runs."""
         self.cost_s += max(seconds, cost_s, _MIN_COST_S)
         warm = self.warmups.setdefault(index, [])
         if len(warm) < self.warmup:
@@ -74,10 +74,10 @@ class Scoreboard:
             if not self.rounds or index in self.rounds[-1]:
                 self.rounds.append({})
             self.rounds[-1][index] = seconds
-            self._has_changed()
+            self._clear_gaps()
 
     def end_round(self) -> None:
-        """Begin another round with the next sample."""
+        """Let the next sample begin another round."""
         self.rounds.append({})
 
     def offer(self, indices: Iterable[int]) -> None:
@@ -86,7 +86,7 @@ class Scoreboard:
         self.untried = dict.fromkeys(indices)
 
     def ask(self, index: int) -> bool:
-        """Note that a candidate is asked for; return False if it cannot be, or has been before."""
+        """Record a request for a candidate. Return False if it may not be asked for, or not again."""
         if index not in self.untried:
             return False
         del self.untried[index]
@@ -94,12 +94,12 @@ class Scoreboard:
         return True
 
     def note_settled(self, index: int) -> None:
-        """Note that a candidate is compiled, has failed, or is not going to be compiled."""
+        """Record that a candidate was compiled, has failed, or will not be compiled."""
         self.untried.pop(index, None)
         self.compiling.discard(index)
 
     def has_run(self) -> bool:
-        """Tell whether any candidate in the race has had a run, if only a warm-up."""
+        """Return whether any candidate in the race has run, at least as a warm-up."""
         return any(self.samples.get(index) or self.warmups.get(index) for index in self.candidates)
 
     def is_warm(self, index: int) -> bool:
@@ -108,12 +108,12 @@ class Scoreboard:
     def drop(self, index: int, number: int, best: int | None = None) -> None:
         """Take a candidate out of the race, which it lost to `best` in round `number`.
 
-        If it has only been warmed up, its last warm-up counts as its sample.
+        If it has no sample, its last warm-up counts as one.
         """
         self.dropped[index] = number
         self._lost_to[index] = best
         self._count_warmup(index)
-        self._has_changed()
+        self._clear_gaps()
 
     def count_warmups_as_samples(self) -> None:
         """Count a long warm-up as the sample of a candidate without one; any warm-up, if no candidate has a sample."""
@@ -121,17 +121,17 @@ class Scoreboard:
         for index in self.alive:
             if self.is_long(index) or (nothing_else and self.warmups.get(index)):
                 self._count_warmup(index)
-        self._has_changed()
+        self._clear_gaps()
 
     def _count_warmup(self, index: int) -> None:
         self.samples.setdefault(index, self.warmups.get(index, [])[-1:])
 
     def is_long(self, index: int) -> bool:
-        """Tell whether a candidate's runs are so long that its warm-up counts as a measurement."""
+        """Return whether a candidate's runs are so long that its warm-up counts as a sample."""
         return bool(self.warmups.get(index)) and self.is_warm(index) and self.best_observed(index) >= LONG_S
 
     def best_observed(self, index: int) -> float:
-        """Return the best that was seen of a candidate, its warm-up included."""
+        """Return a candidate's shortest time, including warm-ups."""
         return min((*self.samples.get(index, ()), *self.warmups.get(index, ())), default=inf)
 
     def remove(self, index: int) -> None:
@@ -141,16 +141,16 @@ class Scoreboard:
         self.samples.pop(index, None)
         for loser in [loser for loser, best in self._lost_to.items() if best == index]:
             if self.dropped.pop(loser) == 0:
-                del self.samples[loser]  # which was but its warm-up
+                del self.samples[loser]  # dropped in round 0, it had only its warm-up as a sample
             del self._lost_to[loser]
-        self._has_changed()
+        self._clear_gaps()
 
     def enter(self, candidates: Sequence[int]) -> None:
-        """Have these in the race, and no others."""
+        """Let these candidates race, and no others."""
         self.candidates = list(candidates)
-        self._has_changed()
+        self._clear_gaps()
 
-    def _has_changed(self) -> None:
+    def _clear_gaps(self) -> None:
         self._gaps = None
 
     @property
@@ -159,20 +159,20 @@ class Scoreboard:
 
     @property
     def measured(self) -> list[int]:
-        """The candidates with a sample that counts, dropped or not."""
+        """The candidates with at least one sample, dropped or not."""
         return [index for index in self.candidates if self.samples.get(index)]
 
     def median(self, index: int) -> float:
         return median(self.samples[index])
 
     def trimmed_mean(self, index: int) -> float:
-        """Return what a candidate is ranked by."""
+        """Return the time that a candidate is ranked by."""
         return trimmed_mean(self.samples[index])
 
     def time_beside(self, winner: int, index: int) -> float:
-        """Return the time of a candidate as it would be in the winner's rounds.
+        """Return a candidate's time, corrected to the rounds of the winner.
 
-        A dropped candidate missed the later rounds: if the machine was busier then, its own samples look too fast.
+        A dropped candidate missed the later rounds. If the machine was busier then, its own samples look too fast.
         """
         shared = sum(index in taken and winner in taken for taken in self.rounds)
         if index not in self.dropped or shared < 2:
@@ -191,20 +191,20 @@ class Scoreboard:
 
     @property
     def gaps(self) -> dict[int, Gap]:
-        """By how much each finalist is slower than the leader, by the rounds in which both ran."""
+        """By how much each finalist is slower than the leader, over the rounds in which both ran."""
         if self._gaps is None:
             samples = {index: self.samples[index] for index in self.finalists}
             self._gaps = gaps_to(self.leader(), samples, self.rounds)
         return self._gaps
 
     def losers(self) -> list[int]:
-        """Return the finalists that are slower than a tie with the leader, beyond doubt."""
+        """Return the finalists that are significantly slower than a tie with the leader."""
         return [index for index, gap in self.gaps.items() if gap.lower > TIE]
 
     def winner(self) -> int:
-        """Return the favourite, unless it is slower than a tie beyond doubt; else the first declared that ties.
+        """Return the favourite unless it is significantly slower than a tie; otherwise the first declared that ties.
 
-        What was dropped cannot come back on the strength of few samples.
+        Dropped candidates cannot win: they have fewer samples.
         """
         gaps, favourite = self.gaps, self.favourite
         if favourite in gaps and gaps[favourite].mean <= self.noise():
@@ -214,15 +214,16 @@ class Scoreboard:
     def noise(self) -> float:
         """Return how much slower than the leader the favourite may be and still win."""
         margin = self.gaps[self.favourite].margin if self.favourite in self.gaps else 0.0
-        if margin == inf:  # nothing tells how samples scatter, so what was seen is all there is
+        if margin == inf:  # the variance is unknown, so only the observed gap counts
             margin = 0.0
         return min(TIE + margin, MAX_TIE)
 
     @property
     def is_settled(self) -> bool:
-        """Whether more samples would hardly change the winner, or would not matter.
+        """Whether more samples would hardly change the winner, or gain next to nothing.
 
-        Those that would be preferred to it are slower than a tie beyond doubt, and it costs hardly more than one.
+        True iff every candidate that is preferred to the winner is significantly slower than a tie, and either the
+        winner leads and no other may be faster by more than a tie, or it is at most two ties slower than the leader.
         """
         gaps, winner, preferred = self.gaps, self.winner(), self._by_preference()
         if any(gaps[index].lower <= TIE for index in preferred[: preferred.index(winner)]):

@@ -27,76 +27,76 @@ __all__ = ["Runner", "TuneState", "Uncompilable"]
 
 logger = logging.getLogger("asel")
 
-# Steps with a shorter pause between them are shown as one: another row in a trace would not be worth it.
+# Steps with a shorter pause between them are shown as one row in a trace.
 _APART_S = 0.01
 _BEST_TO_WORST: tuple[TimingMode, ...] = ("forward+backward", "forward", "eager")
 
 
 class TuneState(Generic[Cfg]):
-    """One tune on its way. A tuner that is called again with the same state goes on from there."""
+    """One running tune. A tuner that is called again with the same state resumes it."""
 
     def __init__(self, request: TuneRequest[Cfg]) -> None:
         self.request = request
         self.args = request.args
         self.kwargs = request.kwargs
         self.has_example = False
-        # Whether samples must not overlap with those of the host's other processes: the measure says so.
+        # Whether samples must not overlap with those of the host's other processes; set from the measure.
         self.runs_on_device = False
         self.reports = tuple(request.earlier)
-        # Reports of tunes of the same kernel for other calls.
+        # Reports of the kernel's tunes for other calls.
         self.lessons: tuple[TuneReport[Cfg], ...] = ()
-        # The timings of earlier tunes that stand as they were recorded.
+        # Timings of earlier tunes that are reused.
         self.recorded: dict[int, Measured[Cfg]] = {}
-        # What is settled: failures and skips as they happen, measurements at the end.
+        # Settled outcomes: failures and skips as they happen, measurements at the end.
         self.outcomes: dict[int, Outcome[Cfg]] = dict(request.settled)
-        # The candidates that are compiled and can be sampled, and those that have to run before that is known.
+        # The candidates that are compiled and can be sampled, and those that only run uncompiled, if at all.
         self.runners: dict[int, Runner] = {}
         self.uncompilable: dict[int, Uncompilable] = {}
-        # What is to be released: programs that failed, had no time to be sampled, are another's, or are reported on.
+        # To be released: programs that failed, were not sampled in time, equal another's, or are reported.
         self._to_release: list[Lowered | BaseSampler] = []
-        # The first candidate of each program, and those whose program is another's.
+        # The first candidate with each program, and the other candidates with an equal program.
         self._programs: dict[str, int] = {}
         self.aliases: dict[int, int] = {}
         self.board: Scoreboard | None = None
         self.expected = ExpectedOutputs()
-        # What a measure makes once for all candidates.
+        # Objects that a measure makes once for all candidates.
         self.shared: dict[str, Any] = {}
         self.budget = Budget(request.tune_budget_s)
         self.seconds = 0.0
         self.report: TuneReport[Cfg] | None = None
         self.left_behind: list[AbandonedThread] = []
-        # Holds a tune back that is to leave time for others: called after each step, with the seconds it took.
+        # Throttles a background tune: called after each step with the seconds it took.
         self.pace: Callable[[float], Awaitable[None]] | None = None
         self._steps: dict[tuple[int, str], list[Interval]] = {}
         self._devices: set[Any] | None = None
 
     async def rest(self, worked_s: float) -> None:
-        """Leave the machine to others after a step, as far as this tune has to."""
+        """Pause after a step of a throttled tune."""
         if self.pace is not None:
             await self.pace(worked_s)
 
     # The inputs.
 
     def replace_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Measure with other arguments than those of the request."""
+        """Replace the arguments of the request for all measurements."""
         self.args, self.kwargs = args, kwargs
         self.has_example = True
 
     def add_reports(self, reports: Iterable[TuneReport[Cfg]]) -> None:
-        """Take the reports that a store has; those that the request came with are newer."""
+        """Add reports from a store. Those of the request are newer."""
         self.reports = (*reports, *self.reports)
 
     def add_lessons(self, reports: Iterable[TuneReport[Cfg]]) -> None:
-        """Take reports of the kernel's other calls, versions and lists of candidates."""
+        """Add reports of the kernel's other calls, versions and lists of candidates."""
         self.lessons = (*self.lessons, *reports)
 
     def reuse(self, recorded: Mapping[int, Measured[Cfg]]) -> None:
-        """Let these timings stand as they were recorded: their candidates are not measured, and cannot win."""
+        """Reuse recorded timings: their candidates are not measured, and cannot win."""
         self.recorded = {i: one for i, one in recorded.items() if i != self.request.incumbent}
 
     @property
     def devices(self) -> set[Any]:
-        """Where the candidates run."""
+        """The devices that candidates run on."""
         if self._devices is None:
             self._devices = devices_of(self.args, self.kwargs) or {self.request.device}
         return self._devices
@@ -121,11 +121,11 @@ class TuneState(Generic[Cfg]):
     # Candidates that are compiled.
 
     def has_begun(self, index: int) -> bool:
-        """Tell whether a candidate is compiled, or known not to be."""
+        """Return whether a candidate is compiled, or settled without being compiled."""
         return any(index in those for those in (self.outcomes, self.runners, self.aliases, self.uncompilable))
 
     def add_runner(self, index: int, runner: Runner) -> None:
-        """Take a compiled candidate. Only those that are timed in the best mode any is race each other."""
+        """Add a compiled candidate. Only candidates in the best timing mode so far race each other."""
         self.runners[index] = runner
         self._settle(index)
         if self.board is not None:
@@ -136,35 +136,34 @@ class TuneState(Generic[Cfg]):
                 self.board.enter([index] if mode < best else [*self.board.candidates, index])
 
     def first_with_program(self, program: str, index: int) -> int:
-        """Return the candidate that came first with a program: this one, perhaps."""
+        """Return the first candidate with this program, which may be this one."""
         return self._programs.setdefault(program, index)
 
     def set_aside(self, index: int, one: Uncompilable) -> None:
-        """Leave a candidate for later: one that hangs as it runs keeps the device."""
+        """Keep a candidate for later: one that hangs while it runs keeps the device."""
         self.uncompilable[index] = one
         self._settle(index)
 
     def take_uncompilable(self, index: int) -> Uncompilable:
-        """Return a candidate that was left for later, which it is now."""
+        """Return a candidate that was set aside, to be tried now."""
         return self.uncompilable.pop(index)
 
     def release_later(self, one: Lowered | BaseSampler) -> None:
-        """Have something released with the candidates that are retired."""
+        """Release an object together with the retired candidates."""
         self._to_release.append(one)
 
     def retire(self, index: int) -> None:
-        """Have done with a compiled candidate."""
+        """Remove a compiled candidate from the tune."""
         self._to_release.append(self.runners.pop(index).sampler)
         if self.board is not None:
             self.board.remove(index)
 
     def release_retired(self) -> None:
-        """Release what is no longer needed, in a thread that the tune does not wait for.
+        """Release retired candidates in a thread, without waiting for it.
 
-        All that JAX keeps for a program goes with it, which holds the interpreter for 2 to 20 ms; after each release
-        the others have it for as long. (With 24 losers in a row, requests of 3 ms took 60 ms.) A group's programs are
-        all compiled before the first is sampled, so releasing a loser sooner would only make the tune longer. What a
-        release raises is only logged: it belongs to no candidate's outcome.
+        Releasing a program holds the interpreter for 2 to 20 ms, so the thread pauses for as long after each one.
+        (Without pauses, 24 releases made requests of 3 ms take 60 ms.) Errors are only logged: they are not part of a
+        candidate's outcome.
         """
         releases = [one.release for one in self._to_release]
         self._to_release = []
@@ -181,7 +180,7 @@ class TuneState(Generic[Cfg]):
         if releases:
             try:
                 leave_to_thread("releasing candidates", work)
-            except RuntimeError:  # no thread can be started; what is not released now goes with the tune
+            except RuntimeError:  # no thread can be started; programs are then freed with the tune
                 logger.exception("candidates could not be released")
 
     def release_all(self) -> None:
@@ -190,21 +189,21 @@ class TuneState(Generic[Cfg]):
         self.shared.clear()
         self.release_retired()
 
-    def runs(self, index: int) -> bool:
-        """Tell whether a candidate's program can be sampled, be it compiled as another's."""
+    def is_runnable(self, index: int) -> bool:
+        """Return whether a candidate's program can be sampled, possibly as an alias of another's."""
         return self.aliases.get(index, index) in self.runners
 
     def by_timing_mode(self, indices: Iterable[int]) -> list[list[int]]:
-        """Return compiled candidates grouped by how they are timed, the best mode first."""
+        """Return compiled candidates grouped by timing mode, the best mode first."""
         compiled = [index for index in indices if index in self.runners]
         groups = [[i for i in compiled if self.runners[i].how == how] for how in _BEST_TO_WORST]
         return [group for group in groups if group]
 
     def refuse_new_nan(self, index: int) -> None:
-        """See that a candidate that was just sampled has no NaN where the incumbent has none.
+        """Check the first sample of a candidate for NaN in outputs in which the incumbent has none.
 
         Raises:
-            OutputMismatch: it has.
+            OutputMismatch: there is such an output.
         """
         runner = self.runners[index]
         if (found := runner.sampler.nan_outputs) is not None:
@@ -219,7 +218,7 @@ class TuneState(Generic[Cfg]):
         request.emit(kind(key=request.key, start=start, **{"end": anyio.current_time(), **about, **facts}))
 
     def alias(self, index: int, first: int, start: float) -> None:
-        """Note that a candidate's program is another's."""
+        """Record that a candidate's program equals another's."""
         self.aliases[index] = first
         self._settle(index)
         self.emit(CandidateSkipped, index, start, reason=f"its program is that of {self.request.candidates[first]!r}")
@@ -229,13 +228,13 @@ class TuneState(Generic[Cfg]):
         self.leave_out(index, reason)
 
     def leave_out(self, index: int, reason: str) -> None:
-        """Skip a candidate without an event: a search does so with thousands."""
+        """Skip a candidate without an event: a search skips thousands."""
         self.settle(index, Skipped(self.request.candidates[index], reason))
 
     def fail(
         self, index: int, start: float, stage: Stage, error: BaseException, left_behind: list[AbandonedThread]
     ) -> None:
-        """Note that a candidate broke; what would end the program ends the candidate alone."""
+        """Record the failure of a candidate. Even SystemExit ends only the candidate."""
         if not isinstance(error, Exception):
             error = RuntimeError(f"{type(error).__name__}: {redact(error)}")
         still_busy = any(thread.alive for thread in left_behind)
@@ -243,7 +242,7 @@ class TuneState(Generic[Cfg]):
         if isinstance(error, TimeoutError) and not message:
             ending = "; its thread is still busy" if still_busy else ""
             message = f"took longer than {self.request.candidate_timeout_s:g} s{ending}"
-        kind = getattr(error, "type_name", None) or type(error).__name__  # a worker's errors are known by name
+        kind = getattr(error, "type_name", None) or type(error).__name__  # errors from a worker carry their type's name
         failed = Failed(self.request.candidates[index], stage, kind, message, error)
         facts = {"stage": stage, "error_type": failed.error_type, "message": message, "still_busy": still_busy}
         self.emit(CandidateFailed, index, start, **facts, **self.times(index))
@@ -252,7 +251,7 @@ class TuneState(Generic[Cfg]):
         self.settle(index, failed)
 
     def settle(self, index: int, outcome: Outcome[Cfg]) -> None:
-        """Note the outcome of a candidate, without an event."""
+        """Record the outcome of a candidate, without an event."""
         self.outcomes[index] = outcome
         self._settle(index)
 
@@ -263,9 +262,9 @@ class TuneState(Generic[Cfg]):
     # Times.
 
     def note_step(self, index: int, step: str, start: float, end: float) -> None:
-        """Note when a candidate was at a step, again perhaps.
+        """Record the interval of a candidate's step, which may occur more than once.
 
-        Samples are one step from the first to the last: a race takes turns hundreds of times.
+        All samples count as one step, from the first to the last: a race may take hundreds.
         """
         taken = self._steps.setdefault((index, step), [])
         if taken and (step == "measure" or start - taken[-1][1] < _APART_S):
@@ -274,24 +273,24 @@ class TuneState(Generic[Cfg]):
             taken.append((start, end))
 
     def steps(self, index: int, step: str) -> tuple[Interval, ...]:
-        """Return when a candidate was at a step."""
+        """Return the intervals of a candidate's step."""
         return tuple(self._steps.get((index, step), ()))
 
     def times(self, index: int) -> dict[str, Any]:
-        """Return when a candidate was compiled and sampled, as events have it."""
+        """Return the `compiled` and `measured` fields of a candidate's events."""
         return {
             "compiled": self.steps(index, "compile"),
             "measured": next(iter(self.steps(index, "measure")), None),
         }
 
     def note_left_behind(self, threads: Iterable[AbandonedThread]) -> None:
-        """Remember the threads a candidate has left, so that a closing selector can name them."""
+        """Record the threads that a candidate left behind, so that a closing selector can name them."""
         self.left_behind += [thread for thread in threads if thread not in self.left_behind]
 
 
 @dataclass(frozen=True, slots=True)
 class Uncompilable:
-    """A candidate that can only be run as it is, if at all, which only running it shows."""
+    """A candidate that cannot be lowered. Running it uncompiled shows whether it runs at all."""
 
     trial: Trial[Any]
     lowered: Lowered
@@ -317,7 +316,7 @@ class Runner:
 
     @property
     def expected_s(self) -> float:
-        """What a sample takes, by those that were taken."""
+        """The mean duration of the samples so far; infinite without any."""
         return self.measure_s / self.sampled if self.sampled else inf
 
     @property

@@ -1,8 +1,7 @@
 """The protocol of strategies, the steps of a plan, and the simplest strategy.
 
-A strategy says which candidates to compile, which to sample and which to drop, and when to stop. It reads a
-`Scoreboard` and knows no device: the same plan runs against recorded timings, so strategies are compared without
-hardware.
+A strategy decides which candidates to compile, to sample and to drop, and when to stop. It reads a `Scoreboard` and
+knows nothing of devices: the same plan runs against recorded timings, so strategies can be compared without hardware.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until one more of the candidates that were asked for is compiled, or has failed."""
+    """Wait until another requested candidate is compiled or has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Take a round: one sample of each of these, in this order. Those that are not compiled are passed over."""
+    """Take one sample of each of these candidates, in this order. Candidates that are not compiled are ignored."""
 
     indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Take a candidate out of the race, unless the one it lost to fails."""
+    """Take a candidate out of the race. If `best` fails later, it rejoins."""
 
     index: int
     round: int
@@ -58,14 +57,14 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Do not try these candidates, for these reasons."""
+    """Skip these candidates, for these reasons."""
 
     reasons: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Work something out in a thread, since it would keep the event loop: `found = yield Compute(work)`."""
+    """Run a computation in a thread, off the event loop: `found = yield Compute(work)`."""
 
     work: Callable[[], Any]
 
@@ -75,18 +74,18 @@ Plan = Generator[Step, Any, None]
 
 
 class Strategy(Protocol):
-    """Plans a tune: yields steps, and reads from the board what the steps before have found.
+    """Plans a tune: yields steps, and reads their results from the board.
 
-    A plan is made for each group of candidates: `board.untried` are those that may be asked for. It samples the
-    incumbent first, if that is among them, so that a tune that is cut short knows the default. Another plan is made on
-    the same board if all that raced have failed, and others are left that are timed in another mode.
+    There is a plan for each group of candidates; `board.untried` are the candidates it may ask for. It samples the
+    incumbent first, so that a tune that is cut short has timed the default. If all candidates of a race fail, and some
+    in another timing mode are left, another plan is made for those on the same board.
     """
 
     def plan(self, board: Scoreboard) -> Plan: ...
 
 
 def compile_all(board: Scoreboard) -> Plan:
-    """Plan to compile all that may be, and to wait for them: nothing disturbs the samples that are taken later."""
+    """Plan to compile all untried candidates and to wait for them, so that no compilation disturbs later samples."""
     yield Compile(tuple(board.untried))
     while board.compiling:
         yield Wait()
@@ -94,7 +93,7 @@ def compile_all(board: Scoreboard) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Exhaustive:
-    """Every candidate gets `iters` samples, one candidate after the other."""
+    """Takes `iters` samples of every candidate, one candidate after the other."""
 
     iters: int = 3
 

@@ -1,4 +1,4 @@
-"""Takes samples of a compiled program, which may be compared with its rivals'."""
+"""Takes samples of a compiled program that can be compared with its rivals' samples."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ if TYPE_CHECKING:
 __all__ = ["MIN_SAMPLE_S", "Pace", "Timing", "dispatch_overhead_s"]
 
 
-# A sample this long is far above the timer's noise and the cost of dispatching one run.
+# A batch of runs this long is far above the timer's noise and the cost of dispatching a run.
 MIN_SAMPLE_S = 200e-6
 _MAX_RUNS = 1000
-# A batch shorter than the one is one of three, and than the other one of two: the first of them is cold, and the system
-# takes a run away for milliseconds now and then.
+# A sample is the best of three tiny batches, or of two short ones: the first batch is cold, and the system interrupts a
+# run for milliseconds now and then.
 _TINY_S = 0.5e-3
 _SHORT_S = 2e-3
 
 
 @dataclass(slots=True)
 class Pace:
-    """How the runs of a tune's candidates are sampled: all alike, or the best of three would beat the best of two.
+    """How a tune's candidates are sampled: all in the same way, or the best of three would beat the best of two.
 
-    It is that of the fastest, for all that may be its rivals: what is far slower makes twice the runs that it needs.
+    The fastest candidate sets the pace. A much slower one makes at most twice the runs that it needs itself.
     """
 
     runs: int = 1
-    """How many make a batch: as many as are well above the timer's noise."""
+    """The number of runs in a batch, so that a batch is well above the timer's noise."""
     batch_s: float = math.inf
-    """The best batch that was seen."""
+    """The shortest batch so far."""
 
     @property
     def batches(self) -> int:
-        """How many make a sample, of which the best counts."""
+        """The number of batches in a sample, of which the best counts."""
         return 3 if self.batch_s < _TINY_S else 2 if self.batch_s < _SHORT_S else 1
 
 
 class Timing:
-    """Samples of a compiled program, or of one run as it is: then each is one run.
+    """Takes samples of a program. A sample of an uncompiled program is a single run.
 
-    The first run is cold, and a sample all the same if it is long enough to be timed at all: a race throws it
-    away, or makes do with it where runs are long. The second sample is a batch of runs. From then on, short runs are
-    cold again after those of others, and disturbed now and then: a sample is the best of some batches. On a machine
-    that others use, the best of a cold and a warm run tells nearly twice as much as the warm one alone.
+    The first sample is one cold run, if that is long enough to be timed: a race discards it, or uses it if runs are
+    long. The second sample is one batch of runs. Later samples are the best of several batches, because short runs are
+    cold after other candidates' runs, and disturbed now and then. On a busy machine, the best of a cold and a warm
+    batch carries nearly twice the information of the warm one alone.
     """
 
     def __init__(self, program: Program, timer: Callable[[], float], min_sample_s: float) -> None:
         self.program = program
         self._timer = timer
         self._min_sample_s = min_sample_s
-        self._runs = 1  # in a batch, as far as this program alone needs them
+        self._runs = 1  # in a batch, as this program alone needs
         self._taken = 0
 
     def sample(self) -> float:
-        """Return the seconds one run takes; roughly, the first time."""
+        """Return the seconds that one run takes; the first time, a rough value."""
         self._taken += 1
         if self.program.how == "eager":
             return self._run(1)
@@ -79,7 +79,7 @@ class Timing:
         return batch_s / runs
 
     def _batch(self, runs: int) -> tuple[int, float]:
-        """Return the number of runs, raised until they take well longer than the timer's noise, and their seconds."""
+        """Run a batch, enlarged until it is well above the timer's noise. Return its number of runs and its seconds."""
         taken = self._run(runs)
         while 0 < taken < self._min_s() and runs < _MAX_RUNS:
             runs = min(_MAX_RUNS, max(runs + 1, math.ceil(1.2 * runs * self._min_s() / taken)))
@@ -95,8 +95,8 @@ class Timing:
 
 @functools.cache
 def dispatch_overhead_s() -> float:
-    """Return what it costs to run a compiled program that does nothing, and to wait for it."""
-    with jax.transfer_guard("allow"):  # a guard is on what the caller's programs do
+    """Return the seconds that it takes to run an empty compiled program and to wait for it."""
+    with jax.transfer_guard("allow"):  # guards are for the caller's own transfers
         zero, taken = jnp.zeros(()), []
     nothing = jax.jit(lambda x: x).lower(zero).compile()
     for _ in range(20):

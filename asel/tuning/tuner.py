@@ -1,7 +1,7 @@
-"""Finds the fastest of some candidates, within a budget.
+"""Finds the fastest candidate within a budget.
 
-A strategy says which of them to compile, and which to sample next, alone on their device. One that fails or takes too
-long is an outcome like any other.
+A strategy decides which candidates to compile and which to sample next, alone on their device. A candidate that fails
+or takes too long is an outcome like any other.
 """
 
 from __future__ import annotations
@@ -42,18 +42,23 @@ __all__ = ["Tuner"]
 class Tuner(Generic[Cfg]):
     """Times candidates with a `Measure`, by default JAX's.
 
-    `iters` is the minimum number of samples a finalist gets, `warmup` the number of runs thrown away first;
-    with none, the first run counts, which is cold. `strategy` is `"race"`, which compiles all candidates; `"search"`,
-    which compiles those that a model of their fields expects to win, `max_compiles` at most; `"auto"`, which races if
-    all can be compiled within the budget and are few, and searches if not; `"exhaustive"`, which samples all alike; or
-    an object with a `plan` method. With `learn`, the tunes of a kernel's other calls tell which candidates to compile
-    first, and which need not be; `learn=False` begins each tune anew. `compile_width` candidates are compiled at
-    once; by default half as many as there are cores, less one, which leaves the event loop its share. With `check`, a
-    candidate whose outputs differ from the incumbent's cannot win: True, an `OutputCheck`, or a function of both
-    outputs; arguments of which only shapes are known are random then. A candidate with NaN in an output in which the
-    incumbent has none never wins. With `isolation="process"`, candidates run in worker processes that are killed when
-    one hangs or dies; they are kept while a selector that uses the tuner is open, or the tuner itself is, with `async
-    with`.
+    Args:
+        warmup: samples of each candidate that are discarded. With 0, the first run counts, although it is cold.
+        iters: the minimum number of samples of a finalist.
+        measure: compiles and times a candidate.
+        strategy: `"race"` compiles all candidates. `"search"` compiles those that a model of their fields expects to
+            win. `"auto"` races if the candidates are few and can be compiled within the budget, and searches
+            otherwise. `"exhaustive"` takes `iters` samples of each. Or any object with a `plan` method.
+        max_compiles: the maximum number of candidates that a search compiles.
+        seed: for the order of samples and the choices of a search.
+        learn: let earlier tunes of the kernel's other calls decide which candidates to compile first, or at all.
+        check: a candidate whose outputs differ from the incumbent's cannot win. True, an `OutputCheck` or a function of
+            both outputs. Arguments that are only shapes are then random. Without a check, only a candidate
+            with NaN in an output in which the incumbent has none cannot win.
+        isolation: `"process"` runs candidates in worker processes, which are killed when they hang. Workers are kept
+            while a selector that uses the tuner is open, or the tuner itself (`async with`).
+        compile_width: candidates that are compiled at once. By default half the number of cores, less one, and at
+            least one, which leaves the event loop its share.
     """
 
     def __init__(
@@ -103,12 +108,12 @@ class Tuner(Generic[Cfg]):
                 await self._measure.aclose()
 
     async def measure(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
-        """Return the median seconds one call of `fn` takes, compiled.
+        """Return the median duration of one call of `fn`, compiled, in seconds.
 
         Raises:
             TuningError: it could not be measured.
         """
-        state = await _state_alone(lambda cfg: fn, args, kwargs, (None,))
+        state = await _standalone_state(lambda cfg: fn, args, kwargs, (None,))
         try:
             report = await self.tune(state)
         except TuningError as error:
@@ -132,11 +137,11 @@ class Tuner(Generic[Cfg]):
             RuntimeError: there are no candidates.
             TuningError: none of them could be measured.
         """
-        state: TuneState[Cfg] = await _state_alone(make_fn, tuple(args), kwargs, tuple(candidates))
+        state: TuneState[Cfg] = await _standalone_state(make_fn, tuple(args), kwargs, tuple(candidates))
         return (await self.tune(state)).winner
 
     async def tune(self, state: TuneState[Cfg]) -> TuneReport[Cfg]:
-        """Try the candidates as the strategy asks for them, within the budget, and report.
+        """Try the candidates as the strategy directs, within the budget, and return the report.
 
         Raises:
             TuningError: none of them could be measured.
@@ -153,8 +158,8 @@ class Tuner(Generic[Cfg]):
             await self._make_inputs(state)
             state.reuse({} if self._check is not None else recorded_timings(state))  # their outputs were not checked
             await self._try_groups(state)
-            if state.recorded and not any(map(state.runs, range(len(request.candidates)))):
-                state.reuse({})  # so all are new
+            if state.recorded and not any(map(state.is_runnable, range(len(request.candidates)))):
+                state.reuse({})  # so that every candidate is measured
                 await self._try_groups(state)
         finally:
             state.seconds += anyio.current_time() - start
@@ -170,9 +175,9 @@ class Tuner(Generic[Cfg]):
         return state.report
 
     async def _make_inputs(self, state: TuneState[Cfg]) -> None:
-        """Make example arguments if only shapes are known, and random ones if outputs are checked.
+        """Replace arguments that are only shapes by examples; if outputs are checked, by random arrays.
 
-        On zeros, most of what is wrong computes zeros as well.
+        Given zeros, most wrong candidates return zeros, too.
         """
         if (example := state.request.example) is not None and not state.has_example:
             await self._replace_inputs(state, "making example inputs", example)
@@ -213,37 +218,37 @@ class Tuner(Generic[Cfg]):
             await self._try_group(state, state.board, group)
             state.release_retired()  # before the next group is compiled
             rivals = [index for index in group if index != state.request.incumbent] or group
-            if any(map(state.runs, rivals)):
-                break  # a success ends it; the groups below are not tried
+            if any(map(state.is_runnable, rivals)):
+                break  # after a success, the groups below are not tried
 
     def _lessons(self, state: TuneState[Cfg]) -> tuple[TuneReport[Cfg], ...]:
         if not self.learn or not state.lessons:
             return ()
-        from asel.tuning.search.lessons import lessons_in  # numpy, which a race does without
+        from asel.tuning.search.lessons import lessons_in  # imports numpy, which a race does not need
 
         request = state.request
         return lessons_in(state.lessons, request.key, request.objective, environment(request.device))
 
     async def _try_group(self, state: TuneState[Cfg], board: Scoreboard, group: Sequence[int]) -> None:
-        """Let the strategy have its way with a group, and then with those of it that cannot be compiled.
+        """Carry out the strategy's plan for a group, then try the candidates that cannot be compiled.
 
-        Those that are timed in the best mode race. Of the others only the time is taken, for the report; if all of the
-        best mode fail, the next best race.
+        The candidates in the best timing mode race. Others are only timed for the report, unless all in the best mode
+        fail: then those in the next mode race.
         """
         board.offer(index for index in group if not state.has_begun(index))
         stuck = False
         try:
             await self._carry_out(state, board, self._strategy.plan(board))
             board.count_warmups_as_samples()
-            if state.uncompilable:  # after all others, since one that hangs keeps the device
+            if state.uncompilable:  # after all others: a candidate that hangs keeps the device
                 await try_uncompilable(state, list(state.uncompilable))
             for mode in state.by_timing_mode(state.runners):
                 if board.measured:
-                    await self._carry_out(state, board, _glance(board, mode))
+                    await self._carry_out(state, board, _sample_for_report(board, mode))
                 else:
                     board.enter(mode)
                     await self._carry_out(state, board, self._strategy.plan(board))
-                    board.count_warmups_as_samples()  # a warm-up in this mode tells more than a sample in the next
+                    board.count_warmups_as_samples()  # a warm-up in this mode is worth more than a sample in the next
         except DeviceStuck:
             stuck = True
         for index in group:
@@ -253,7 +258,7 @@ class Tuner(Generic[Cfg]):
                 state.leave_out(index, why)
         board.count_warmups_as_samples()
         for index in [index for index in group if index in state.runners and not board.samples.get(index)]:
-            # The limit as it is now: `asel tune` lowers it at Ctrl-C.
+            # The current limit: `asel tune` lowers it at Ctrl-C.
             state.skip(index, STUCK if stuck else f"the tune's budget of {state.budget.limit_s:g} s was spent")
             state.retire(index)
 
@@ -269,7 +274,7 @@ class Tuner(Generic[Cfg]):
 
 
 class _Users:
-    """How many chains, tunes and blocks of one event loop use a tuner."""
+    """The number of selectors, tunes and `async with` blocks of one event loop that use a tuner."""
 
     count = 0
 
@@ -290,10 +295,10 @@ def _as_strategy(strategy: Any, iters: int, seed: int, max_compiles: int | None)
     )
 
 
-async def _state_alone(
+async def _standalone_state(
     make_fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], candidates: tuple[Any, ...]
 ) -> TuneState[Any]:
-    """Return a tune that belongs to no selector: on its arguments' device, with its caller's settings."""
+    """Return the state of a tune without a selector, on its arguments' device and with its caller's settings."""
     settings = current_settings()
     device, _ = device_and_traced(Invocation("", args, kwargs))
     if device is None:
@@ -302,8 +307,8 @@ async def _state_alone(
     return TuneState(TuneRequest(candidates, make_fn, args, dict(kwargs), **facts))
 
 
-def _glance(board: Scoreboard, indices: Sequence[int]) -> Plan:
-    """Plan a warm-up and one sample of each candidate, for the report alone."""
+def _sample_for_report(board: Scoreboard, indices: Sequence[int]) -> Plan:
+    """Plan a warm-up and one sample of each candidate."""
     for index in indices:
         for _ in range(board.warmup + 1):
             if not board.samples.get(index):

@@ -1,7 +1,7 @@
-"""The other end of `asel.tuning.process_measure`: compiles and times what it is sent, until its input ends.
+"""A worker process of `asel.tuning.process_measure`: compiles and times candidates until its input ends.
 
-Run as a file (see `asel.tuning.worker_startup`). Until the parent has said where its modules are, only the standard
-library is imported.
+Run as a file (see `asel.tuning.worker_startup`). It imports only the standard library until the parent has sent the
+places of its modules.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _HEADER = struct.Struct("!Q")
 
 
 def main() -> None:
-    """Answer requests one by one. The parent's import state comes with the first.
+    """Answer requests one by one. The first has the parent's import state.
 
-    A kernel has neither of our pipes: what it prints goes to the error stream, and it reads nothing.
+    Kernels cannot touch the pipes: their output goes to stderr, and their standard input is empty.
     """
-    # Ctrl-C in a terminal reaches the workers too. The parent decides what becomes of them, and of its tunes.
+    # Ctrl-C in a terminal reaches the workers too, but it is for the parent to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -44,7 +44,7 @@ def main() -> None:
     while request is not None:
         try:
             message = pickle.dumps(("ok", handler.answer(pickle.loads(request[0]), request[1:])))
-        except Exception as error:  # a candidate's failure is an answer like any other
+        except Exception as error:  # a candidate's failure is an ordinary answer
             message = pickle.dumps(("error", (type(error).__name__, text_of(error), handler.building)))
         answers.write(_HEADER.pack(len(message)) + message)
         request = _read(requests)
@@ -63,12 +63,12 @@ def _import_as_the_parent(
     for name in customized:
         module = sys.modules.get(name)
         if module is not None and name in files and module.__file__ != files[name][0]:
-            del sys.modules[name]  # found without the parent's PYTHONPATH, which hid it there
+            del sys.modules[name]  # another module than the parent's, found because PYTHONPATH was not set here
         import_module(name)
 
 
 class _ParentModules:
-    """Finds a top-level module where the parent has it from, whatever lies on the path by now."""
+    """Finds top-level modules in the parent's files, whatever is on the path now."""
 
     def __init__(self, files: dict[str, tuple[str | None, list[str] | None]]) -> None:
         self._files = files
@@ -84,15 +84,15 @@ class _ParentModules:
         return namespace
 
 
-def _end_with(program: int) -> None:
-    """End when the program has, also in the middle of a step, in which the end of the input is not read."""
-    while os.getppid() == program:
+def _end_with(parent: int) -> None:
+    """End this process when the parent ends, even during a step, when the input is not read."""
+    while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 class _RequestHandler:
-    """Answers the parent's requests; holds the arguments of each tune, and its candidates."""
+    """Answers the parent's requests. Holds the arguments and candidates of each tune."""
 
     def __init__(self) -> None:
         self._lowered: _Candidate | None = None
@@ -134,12 +134,12 @@ class _RequestHandler:
 
     @property
     def building(self) -> bool:
-        """Whether what was asked last came no further than building the candidate."""
+        """Whether the last request failed while the candidate was being built."""
         return self._lowered is not None and self._lowered.stage == "build"
 
 
 class _Candidate:
-    """A candidate of a tune, lowered or further."""
+    """A candidate of a tune, lowered or compiled."""
 
     def __init__(self, tune: int) -> None:
         self.tune = tune

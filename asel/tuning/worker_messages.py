@@ -1,4 +1,4 @@
-"""What a worker process needs to make a trial again, as frames of bytes: the arguments once, and each candidate."""
+"""Trials as frames of bytes for a worker process: a tune's arguments, sent once, and each candidate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Frame = bytes | bytearray | memoryview
 
 
 class Arguments:
-    """A call's arguments on this process' devices, and what is made of them once for all candidates."""
+    """A call's arguments on the devices of this process, and the objects made from them once for all candidates."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args = args
@@ -32,8 +32,8 @@ class Arguments:
 
 
 def pack_arguments(trial: Trial[Any]) -> list[Frame]:
-    """Return a trial's arguments as frames: arrays as they lie in memory, beside one for all the rest."""
-    with jax.transfer_guard("allow"):  # a guard is on what the caller's programs do
+    """Return a trial's arguments as frames: one for each array's memory, and one for everything else."""
+    with jax.transfer_guard("allow"):  # guards are for the caller's own transfers
         given = (trial.args, dict(trial.kwargs))
         if trial.shared.get("checked"):  # an argument may have been donated by now
             given = random_inputs(*given, place_of_shapes(trial.device, trial.settings))
@@ -49,32 +49,32 @@ def unpack_arguments(frames: Sequence[Frame]) -> Arguments:
 
 
 def pack_candidate(trial: Trial[Any]) -> list[Frame]:
-    """Return the rest of a trial as frames: what makes its function, if that can be pickled, or else the function.
+    """Return the rest of a trial as frames: the factory of its function, if that can be pickled, or the function.
 
     Raises:
-        InvalidRequestError: the kernel cannot be imported by another process, or the device not shared.
+        InvalidRequestError: another process cannot import the kernel, or cannot share the device.
     """
     if getattr(trial.device, "platform", None) == "tpu":
         raise InvalidRequestError('isolation="process": one process owns a TPU; use isolation="thread" there')
     rest = (trial.device, trial.objective, trial.settings)
     if trial.portable_make is not None:
-        with suppress(InvalidRequestError):  # a lambda, say: what it makes may travel all the same
+        with suppress(InvalidRequestError):  # such as a lambda; the function that it makes may still be picklable
             return _packed((trial.cfg, None, trial.portable_make, *rest))
     return _packed((trial.cfg, with_settings(trial.settings, trial.build), None, *rest))
 
 
 def unpack_candidate(frames: Sequence[Frame], arguments: Arguments) -> Trial[Any]:
-    """Return a trial whose arguments have come before."""
+    """Return the trial of a packed candidate, with arguments that were unpacked before."""
     cfg, fn, make_fn, device, objective, settings = _unpacked(frames)
     shared = arguments.shared
     return Trial(cfg, fn, arguments.args, arguments.kwargs, device, objective, settings, make_fn=make_fn, shared=shared)
 
 
-def _packed(what: Any) -> list[Frame]:
+def _packed(value: Any) -> list[Frame]:
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     try:
-        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(what)
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise _not_importable(error) from error
     return [stream.getvalue(), *(buffer.raw() for buffer in buffers)]
@@ -86,11 +86,11 @@ def _unpacked(frames: Sequence[Frame]) -> Any:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, one: object) -> Any:
-        """Name a device, wherever it occurs: a mesh and a sharding have theirs."""
+        """Replace each device, also inside meshes and shardings, by its platform and id."""
         return (one.platform, one.id) if isinstance(one, jax.Device) else None
 
     def reducer_override(self, one: object) -> Any:
-        """Refuse what belongs to the program's own file: a function or class of it, or an object of such a class."""
+        """Refuse functions and classes that are defined in the program's `__main__`, and objects of such classes."""
         if getattr(one, "__module__", None) == "__main__":
             raise pickle.PicklingError("it is defined in __main__, which a worker does not run")
         return NotImplemented
@@ -114,14 +114,14 @@ class _Array(NamedTuple):
     committed: bool
     weak: bool = False
     key_impl: Any = None
-    """What its random keys are for; None: it has numbers."""
+    """The implementation of random keys; None for numbers."""
 
 
 def _portable(leaf: Any) -> Any:
     try:
         return _as_numbers(abstract(leaf))
     except Exception:
-        shape = abstract(leaf)  # it may have been donated in this moment
+        shape = abstract(leaf)  # it may just have been donated
         if isinstance(shape, jax.Array):
             raise
         return shape

@@ -1,9 +1,9 @@
-"""How the interpreter of a worker process is started: it imports code from where this one does, and from nowhere else.
+"""How a worker process is started, so that it imports code from the same places as this interpreter, and no others.
 
-Python would put the working directory, where anybody may have left a `pickle.py`, at the head of the worker's path.
-So the worker is started by the path of its file, with `-P`, with this interpreter's own flags and without PYTHONPATH.
-It then gets this interpreter's `sys.path`, and the files of the modules that are imported here: a module that has come
-to lie on the path since must not take the place of one that this program runs.
+By default, Python puts the working directory, which may contain anyone's `pickle.py`, at the head of the path. So the
+worker is started by the path of its file, with `-P`, with this interpreter's flags and without PYTHONPATH. It then
+gets this interpreter's `sys.path` and the files of all modules imported here, so that a module added to the path later
+cannot replace one that this program runs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def worker_command() -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return this program's environment, with its import locations as this interpreter uses them.
+    """Return the environment of a worker: this program's, with the user site that this interpreter uses.
 
-    PYTHONPATH is missing: the worker would import the standard library through it before it knows this program's
-    modules. It gets the value with `import_state`.
+    Without PYTHONPATH: the worker would import the standard library through it before it knows this program's modules.
+    `import_state` has its value.
     """
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # for whatever Python the worker starts in its turn
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # for the worker's own Python child processes
     environment.pop("PYTHONPATH", None)
     if base := _user_base():
         environment["PYTHONUSERBASE"] = base
@@ -43,7 +43,7 @@ def worker_environment() -> dict[str, str]:
 def _python_path() -> str:
     """Return PYTHONPATH for the worker's own child processes.
 
-    A relative location would mean another directory once this program has changed its own.
+    Without relative locations, since this program may have changed its working directory.
     """
     locations = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(
@@ -52,7 +52,7 @@ def _python_path() -> str:
 
 
 def _user_base() -> str | None:
-    """Return where the user site is, if this interpreter uses it."""
+    """Return the base directory of the user site, if this interpreter uses that site."""
     site = sys.modules.get("site")
     if site is None or not site.ENABLE_USER_SITE or site.USER_SITE not in sys.path:
         return None
@@ -61,15 +61,15 @@ def _user_base() -> str | None:
 
 
 def import_state() -> bytes:
-    """Return what `asel.tuning.worker` needs to import as this interpreter does, in JSON."""
-    import asel.tuning.worker_messages  # noqa: F401 - with all that a worker imports for itself, so that its files are known
+    """Return the import state of this interpreter for `asel.tuning.worker`, in JSON."""
+    import asel.tuning.worker_messages  # noqa: F401 - and everything that a worker imports itself, so that their files are sent
 
     customized = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
     return json.dumps([_absolute_path(), _module_files(), customized, _python_path()]).encode()
 
 
 def _absolute_path() -> list[str]:
-    """Return `sys.path` in its order; relative entries as this interpreter resolves them."""
+    """Return `sys.path`, with relative entries as this interpreter resolves them."""
     path = []
     for entry in sys.path:
         if isinstance(entry, str):  # others are ignored by imports
@@ -88,14 +88,14 @@ def _absolute(entry: str) -> str:
 
 
 def _module_files() -> dict[str, tuple[str | None, list[str] | None]]:
-    """Return the file of each top-level module that is imported, and a package's folders."""
+    """Return the file of each imported top-level module, and the folders of packages."""
     found: dict[str, tuple[str | None, list[str] | None]] = {}
     for name, module in list(sys.modules.items()):
         spec = vars(module).get("__spec__") if isinstance(module, ModuleType) else None
         if spec is None or "." in name or spec.name != name:
             continue
         folders = None if spec.submodule_search_locations is None else [*map(str, module.__path__)]
-        if spec.has_location and os.path.isfile(spec.origin or ""):  # not in a zip file, say
+        if spec.has_location and os.path.isfile(spec.origin or ""):  # not inside a zip file
             found[name] = spec.origin, folders
         elif spec.origin is None and folders:  # a namespace package
             found[name] = None, folders

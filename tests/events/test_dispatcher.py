@@ -1,4 +1,4 @@
-"""The dispatcher: every sink gets every event, none hurts another, and those of the loop are named if they are slow."""
+"""The dispatcher: every sink gets every event, no sink affects another, and slow sinks of the loop are reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Picky(RecordingSink):
 
 
 def test_a_failing_sink_is_reported_once_and_the_others_get_everything(caplog):
-    """A sink's failure is its own."""
+    """A failing sink affects nothing else."""
 
     class Broken:
         on_loop = True
@@ -58,7 +58,7 @@ def test_a_failing_sink_is_reported_once_and_the_others_get_everything(caplog):
 
 
 def test_a_keyboard_interrupt_is_not_swallowed():
-    """Isolation is for errors; a KeyboardInterrupt is not one."""
+    """Only errors are contained, and KeyboardInterrupt is not one."""
 
     def interrupt(event):
         raise KeyboardInterrupt
@@ -68,7 +68,7 @@ def test_a_keyboard_interrupt_is_not_swallowed():
 
 
 def test_unwanted_events_are_not_made():
-    """A sink may say which kinds it looks at; one that does not, or a callback, takes all."""
+    """A sink may choose kinds of events; one that does not, and a callback, gets all."""
     assert Dispatcher([], None).wants(CacheHit) is False
     assert Dispatcher([Picky()], None).wants(CacheHit) is False
     assert Dispatcher([Picky()], None).wants(Stale) is True
@@ -77,7 +77,7 @@ def test_unwanted_events_are_not_made():
 
 
 def test_a_sink_gets_only_what_it_wants():
-    """Also if another sink had the event made."""
+    """Even if another sink wants the event."""
     picky, other = Picky(), RecordingSink()
     dispatcher = Dispatcher([picky, other])
     dispatcher.hit(KEY, 0, 0.0)
@@ -85,8 +85,8 @@ def test_a_sink_gets_only_what_it_wants():
     assert (picky.names, other.names) == (["stale"], ["cache_hit", "stale"])
 
 
-def test_a_sink_that_inherits_from_nothing_needs_an_emit_and_may_define_the_rest():
-    """`wants`, `watch` and `flush` are found on any object."""
+def test_a_sink_without_a_base_class_needs_only_emit():
+    """It may also define `wants`, `watch` and `flush`."""
     flushed, events = [], []
     sink = SimpleNamespace(
         on_loop=True, emit=events.append, wants=lambda kind: kind is Stale, flush=lambda timeout_s: flushed.append(1)
@@ -101,7 +101,7 @@ def test_a_sink_that_inherits_from_nothing_needs_an_emit_and_may_define_the_rest
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stand for the timer of calls: sinks say themselves how long they took."""
+    """Replaces the timer: sinks advance it themselves."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("asel.events.dispatcher.perf_counter", lambda: clock.now)
     return clock
@@ -136,7 +136,7 @@ def test_a_callback_is_named_when_it_is_slow_twice_in_a_hundred_calls_or_half_a_
 
 @pytest.mark.parametrize("as_callback", [True, False])
 def test_a_slow_sink_on_the_loop_is_named_in_one_warning(as_callback, clock, caplog):
-    """With the way out; and it is remembered while streams come and go."""
+    """With the fix; and only once, while streams come and go."""
 
     class Slow(RecordingSink):
         def emit(self, event):
@@ -162,7 +162,7 @@ def test_a_slow_sink_on_the_loop_is_named_in_one_warning(as_callback, clock, cap
 
 
 def test_an_error_in_wants_hit_stays_with_its_sink(caplog):
-    """A CancelledError included: the task that asked is not cancelled."""
+    """Even a CancelledError: the calling task is not cancelled."""
 
     class Undecided(RecordingSink):
         on_loop = False
@@ -180,7 +180,7 @@ def test_an_error_in_wants_hit_stays_with_its_sink(caplog):
 
 
 def test_a_mock_is_a_sink():
-    """It answers to any name, and gets its events by `emit`."""
+    """It has every attribute, and gets its events by `emit`."""
     sink = Mock()
     dispatcher = Dispatcher([DeferredSinks([sink], None)])
     dispatcher(stale())

@@ -23,7 +23,7 @@ def hit(n: int = 0) -> CacheHit:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_event_is_a_frozen_documented_value_with_a_name_of_its_own(kind):
+def test_every_event_is_a_frozen_documented_value_with_its_own_name(kind):
     """One frozen dataclass for each thing that happens."""
     assert dataclasses.is_dataclass(kind)
     assert kind.__dataclass_params__.frozen
@@ -32,8 +32,8 @@ def test_every_event_is_a_frozen_documented_value_with_a_name_of_its_own(kind):
     assert kind.severity in ("debug", "info", "warning", "error")
 
 
-def test_an_event_gives_its_facts_as_ejkernel_spelt_them():
-    """`event.name` and `event.fields()` are what ejKernel's callbacks were given."""
+def test_an_event_has_the_field_names_of_ejkernel():
+    """`event.name` and `event.fields()` equal the arguments of ejKernel's callbacks."""
     event = hit(7)
     assert (event.name, event.op, event.device) == ("cache_hit", "op@v1", "dev")
     assert event.fields() == {
@@ -55,8 +55,8 @@ def test_an_event_gives_its_facts_as_ejkernel_spelt_them():
 
 
 @pytest.mark.anyio
-async def test_a_slow_reader_loses_the_oldest_and_knows_how_many():
-    """The stream never slows the chain: its buffer is bounded, and drops are counted."""
+async def test_a_slow_reader_loses_the_oldest_events_and_their_number_is_counted():
+    """The stream never slows the selector: its buffer is bounded, and drops are counted."""
     stream = EventStream(2, lambda stream: None)
     for n in range(5):
         stream.emit(hit(n))
@@ -71,7 +71,7 @@ async def test_a_slow_reader_loses_the_oldest_and_knows_how_many():
 
 @pytest.mark.anyio
 async def test_a_waiting_reader_is_woken():
-    """receive waits for news, and ends with the stream."""
+    """`receive` waits for an event, and ends with the stream."""
     stream = EventStream(2, lambda stream: None)
     got = []
 

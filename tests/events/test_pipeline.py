@@ -1,4 +1,4 @@
-"""The queue between events and telemetry: nothing is lost uncounted, and nobody waits for it."""
+"""The queue between events and telemetry: every lost event is counted, and no selection waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def guess() -> Heuristics:
 
 
 def test_events_come_out_in_order_and_all_of_them():
-    """What is offered below the ceiling is emitted."""
+    """Every event offered below the ceiling is emitted."""
     sink, pipeline, deferred = held(1000)
     for n in range(500):
         deferred.hit(KEY, n, 0.0) if n % 2 else deferred.emit(hit(n))
@@ -41,7 +41,7 @@ def test_events_come_out_in_order_and_all_of_them():
 
 
 def test_over_the_ceiling_hits_are_shed_first_and_tunes_and_errors_never():
-    """Emitted and shed are what was offered, exactly."""
+    """Emitted and shed events add up exactly to those offered."""
     sink, pipeline, deferred = held(100)
     for _ in range(150):
         deferred.hit(KEY, 0, 0.0)
@@ -90,7 +90,7 @@ def test_counts_of_emitted_and_shed_events_are_exact_under_threads():
 
 
 def test_shedding_is_announced_when_it_starts_and_when_it_stops(caplog):
-    """One line each, with how much was lost."""
+    """One line each, with the number of lost events."""
     caplog.set_level(logging.WARNING, logger="asel")
     sink, pipeline = Gated(), Pipeline(ceiling=100)
     deferred = DeferredSinks([sink, *default_sinks()], pipeline)
@@ -168,7 +168,7 @@ def test_a_closed_pipeline_counts_undelivered_events():
 
 
 def test_bad_sizes_are_refused():
-    """A queue holds something, and a thread that never works tells nothing."""
+    """A queue needs room for an event, and the thread needs time to work."""
     for wrong in ({"ceiling": 0}, {"work_s": 0.0}, {"rest_s": -1.0}):
         with pytest.raises(InvalidRequestError, match="Pipeline"):
             Pipeline(**wrong)

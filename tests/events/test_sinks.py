@@ -1,4 +1,4 @@
-"""Sinks of a selector: called from the telemetry thread unless they say otherwise. Real threads, ordered by gates."""
+"""A selector's sinks: called from the telemetry thread unless `on_loop`. Real threads, ordered by gates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Deferred(RecordingSink):
 
 @pytest.fixture
 def pipeline(monkeypatch):
-    """Stand for the pipeline that all selectors share, so that no test leaves a thread of it held up."""
+    """Replaces the pipeline that all selectors share, so that no test leaves its thread blocked."""
     pipeline = Pipeline()
     monkeypatch.setattr("asel.events.dispatcher.shared_pipeline", lambda: pipeline)
     return pipeline
@@ -49,7 +49,7 @@ def chain_of(*sinks, **options) -> ConfigSelectorChain:
 
 @pytest.mark.anyio
 async def test_a_sink_gets_every_event_in_order_in_the_telemetry_thread(pipeline):
-    """Closing the selector waits for it, and flushes it afterwards."""
+    """Closing the selector waits for the thread, and then flushes the sink."""
 
     class Flushed(Deferred):
         def flush(self, timeout_s):
@@ -65,8 +65,8 @@ async def test_a_sink_gets_every_event_in_order_in_the_telemetry_thread(pipeline
 
 
 @pytest.mark.anyio
-async def test_no_selection_waits_for_a_sink_that_stands_still(pipeline, caplog):
-    """Closing waits for it no longer than the grace, and says how many events it left."""
+async def test_no_selection_waits_for_a_blocked_sink(pipeline, caplog):
+    """Closing waits no longer than the grace, and logs the number of undelivered events."""
     sink = Gated()
     async with chain_of(sink, close_grace_s=0.02) as chain:
         for _ in range(10):
@@ -83,7 +83,7 @@ async def test_no_selection_waits_for_a_sink_that_stands_still(pipeline, caplog)
 
 @pytest.mark.anyio
 async def test_a_sink_of_the_loop_has_the_event_before_its_selection_returns(pipeline):
-    """`on_loop = True`: it may set an event that a task waits for. A stream is such a sink, and so is a callback."""
+    """With `on_loop = True` it may set an event that a task waits for. Streams and callbacks are such sinks."""
     heard, sink = [], RecordingSink()
     async with chain_of(sink, on_event=heard.append) as chain, chain.events() as stream:
         await chain.choose(call(), TOY)
@@ -98,7 +98,7 @@ async def test_a_sink_of_the_loop_has_the_event_before_its_selection_returns(pip
 
 @pytest.mark.anyio
 async def test_events_of_other_threads_reach_every_sink(pipeline):
-    """`choose_nowait` from threads: none is lost, none comes twice."""
+    """`choose_nowait` in threads: each event arrives exactly once."""
     sink, reference = Deferred(), RecordingSink()
     async with chain_of(sink, reference) as chain:
         cfg = await chain.choose(call(), TOY)
@@ -115,7 +115,7 @@ async def test_events_of_other_threads_reach_every_sink(pipeline):
 
 @pytest.mark.anyio
 async def test_a_failing_sink_is_reported_once_and_its_neighbours_get_everything(pipeline, caplog):
-    """What a sink raises is its own, a SystemExit in the thread included."""
+    """Even SystemExit in the thread does not affect the others."""
 
     class Broken(Deferred):
         def emit(self, event):
@@ -154,7 +154,7 @@ def test_a_sink_sees_the_callers_context(pipeline):
 
 
 def test_all_selectors_share_one_thread():
-    """There is one interpreter to be gentle with; captured telemetry keeps the pipeline it was given."""
+    """Except captured telemetry, which keeps its own pipeline."""
     mine = Pipeline()
     [captured] = CapturedTelemetry(pipeline=mine).sinks
     dispatcher = Dispatcher([*default_sinks(), captured, RecordingSink()])
@@ -184,7 +184,7 @@ print("over", flush=True)
 
 
 @pytest.mark.timeout(60)
-def test_a_sink_that_hangs_does_not_keep_the_program():
-    """Its thread is a daemon; the program waits a second for it, and logs how many events were left."""
+def test_a_hanging_sink_does_not_keep_the_program_running():
+    """Its thread is a daemon; the program waits one second, and logs the number of undelivered events."""
     result = subprocess.run([sys.executable, "-c", EXITING], capture_output=True, text=True, check=False, timeout=50)
     assert (result.returncode, result.stdout, result.stderr) == (0, "over\n", "exiting with 4 undelivered events\n")

@@ -1,4 +1,4 @@
-"""Shapes that share an answer: which dimensions are meant, and which sizes are alike."""
+"""Buckets: which dimensions they name, and which sizes share a key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shaped(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def same_config(of: Any, make: Any, one: int = 5, other: int = 7) -> bool:
-    """Tell whether the calls that `make` makes of two sizes in one bucket share a key."""
+    """Return whether `make`'s calls of two sizes in one bucket share a key."""
     first, second = (call_key(Invocation("attention", *make(size)), of) for size in (one, other))
     return first == second
 
@@ -61,7 +61,7 @@ def bucketed(spec: str, bounds: Any = (1, 8, 64)) -> Attention:
     [(1, 1, (1,)), (1, 8, (1, 2, 4, 8)), (128, 512, (128, 256, 512)), (64, 64, (64,)), (2**40, 2**41, (2**40, 2**41))],
 )
 def test_powers_of_two_include_both_ends(low, high, expected):
-    """The bounds that were named are bounds."""
+    """Both given bounds are included."""
     assert powers_of_two(low, high) == expected
 
 
@@ -93,7 +93,7 @@ def run(q, k=None, *, cfg, cache=None):
 @settings(deadline=None, max_examples=200, database=None)
 @given(st.sets(st.integers(1, 200), min_size=1, max_size=6), st.integers(0, 250), st.integers(0, 250))
 def test_sizes_share_a_bucket_exactly_when_no_bound_lies_between_them(bounds, one, other):
-    """A size counts as the smallest bound that is not below it; outside the range it stands for itself."""
+    """A size is rounded up to the next bound; outside the range it counts exactly."""
     ordered = sorted(bounds)
     bucketing = Bucketing({"q.shape[0]": ordered}, inspect.signature(run))
     (one_dims, one_out), (other_dims, other_out) = (bucketing.apply("args[0]", (n,)) for n in (one, other))
@@ -110,7 +110,7 @@ def test_sizes_share_a_bucket_exactly_when_no_bound_lies_between_them(bounds, on
 
 
 def test_a_size_in_a_bucket_differs_from_the_same_size_without_one():
-    """A key says whether an answer was meant for a range: changing the buckets does not mix old answers with new."""
+    """A key shows whether its answer is for a range, so changed buckets do not mix old answers with new ones."""
     call = Invocation("attention", (shaped(8),), {})
     assert call_key(call, bucketed("q.shape[0]")) != call_key(call, Attention())
 
@@ -134,7 +134,7 @@ def test_several_dimensions_may_be_bucketed():
 
 
 def test_a_call_inside_its_buckets_reports_nothing():
-    """Being in range is not an event."""
+    """A size in range emits no event."""
     assert KeyMemo().resolve(Invocation("attention", (shaped(8),), {}), bucketed("q.shape[0]")).outside == []
 
 
@@ -171,7 +171,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize(("spec", "make"), PATHS.items(), ids=PATHS)
-def test_a_bucket_names_its_dimension_as_python_would(spec, make):
+def test_a_bucket_names_its_dimension_in_python_syntax(spec, make):
     """Parameters, positions, keywords, items and fields, with positive and negative axes."""
     assert same_config(bucketed(spec), make)
     assert not same_config(bucketed(spec, (6, 64)), make)
@@ -188,12 +188,12 @@ NODES = {
 
 @pytest.mark.parametrize(("spec", "node"), NODES.values(), ids=NODES)
 def test_a_bucket_reaches_into_any_pytree(spec, node):
-    """Mappings go by key and registered dataclasses by field, as the user would write them."""
+    """Mappings by key and registered dataclasses by field, in Python syntax."""
     assert same_config(bucketed(spec), lambda n: ((node(shaped(n)),), {}))
 
 
 def test_a_parameter_is_bucketed_however_it_is_passed():
-    """By position or by name, it is the same parameter."""
+    """By position or by name: it is the same parameter."""
     of = bucketed("k.shape[0]")
     assert same_config(of, lambda n: ((0, shaped(n)), {}))
     assert same_config(of, lambda n: ((0,), {"k": shaped(n)}))
@@ -201,7 +201,7 @@ def test_a_parameter_is_bucketed_however_it_is_passed():
 
 @pytest.mark.parametrize("as_keyword", [False, True], ids=["position", "name"])
 def test_a_decorated_function_is_bucketed_by_its_own_parameters(as_keyword):
-    """The decorator's kernel takes what the function takes."""
+    """The decorated kernel has the function's parameters."""
 
     @kernel(op_id="attention", configs=[1], buckets={"q.shape[0]": (1, 8, 64)})
     def attention(q, *, cfg):
@@ -222,7 +222,7 @@ def test_a_static_run_method_is_bucketed_by_its_parameters():
 
 
 def test_buckets_may_be_declared_on_the_class():
-    """They belong to the kernel, like its version."""
+    """Buckets belong to the kernel, like its version."""
 
     class Declared(Attention):
         buckets = {"q.shape[0]": powers_of_two(8, 64)}
@@ -260,7 +260,7 @@ def test_a_bucket_that_names_no_dimension_is_an_error(spec):
 
 
 def test_a_bucket_of_an_unknown_parameter_is_an_error():
-    """A misspelt parameter would otherwise coarsen nothing, in silence."""
+    """Otherwise a misspelt parameter would silently have no effect."""
     with pytest.raises(InvalidRequestError, match=r"qq\.shape\[0\]"):
         call_key(Invocation("attention", (shaped(2),), {}), bucketed("qq.shape[0]"))
 
@@ -271,7 +271,7 @@ def test_a_bucket_of_an_unknown_parameter_is_an_error():
     ids=repr,
 )
 def test_bounds_that_do_not_ascend_are_an_error(bounds):
-    """Bounds are ascending whole numbers; whatever else was given is shown."""
+    """Bounds are ascending integers; the error shows the offending value."""
     with pytest.raises(InvalidRequestError, match="ascending") as caught:
         call_key(Invocation("attention", (shaped(2),), {}), bucketed("q.shape[0]", bounds))
     assert "q.shape[0]" in str(caught.value)
@@ -287,7 +287,7 @@ def test_an_axis_the_array_does_not_have_is_an_error(axis):
 
 
 def test_a_bucket_of_a_missing_argument_is_ignored():
-    """Optional arguments have buckets too."""
+    """The argument may be optional."""
     assert call_key(Invocation("attention", (shaped(2),), {}), bucketed("cache.shape[0]"))
     assert call_key(Invocation("attention", (shaped(2), None), {}), bucketed("k.shape[0]"))
 
@@ -324,7 +324,7 @@ def divided(x: Any, y: Any) -> Invocation[int, Any]:
 
 @pytest.mark.anyio
 async def test_a_bucket_is_tuned_once_although_its_candidates_depend_on_the_shape():
-    """They are asked for at its upper bound, so that all of its shapes choose among the same."""
+    """Candidates are listed for its upper bound, so all its shapes have the same list."""
     bench, of = Bench(costs=lambda cfg: 0.001 * cfg), Divided()
     async with bench.chain as chain:
         chosen = [await chain.choose(divided(jnp.ones(n), jnp.ones(n)), of) for n in (20, 17, 31, 32)]
@@ -336,8 +336,8 @@ async def test_a_bucket_is_tuned_once_although_its_candidates_depend_on_the_shap
 
 
 @pytest.mark.anyio
-async def test_outside_its_buckets_a_size_is_tuned_as_it_is():
-    """It stands for itself, and so do the candidates that are asked for."""
+async def test_a_size_outside_the_buckets_is_tuned_exactly():
+    """It has its own key, and the candidates are listed for it."""
     bench, of = Bench(costs=lambda cfg: 0.001 * cfg), Divided()
     async with bench.chain as chain:
         assert await chain.choose(divided(jnp.ones(100), jnp.ones(100)), of) == 25
@@ -346,7 +346,7 @@ async def test_outside_its_buckets_a_size_is_tuned_as_it_is():
 
 @pytest.mark.parametrize("make", [jnp.ones, np.ones, lambda n: jax.ShapeDtypeStruct((n,), jnp.float32)])
 def test_a_bucket_is_measured_at_its_upper_bound(real_backend, make):
-    """Whoever of it comes first: with arrays of that size in the place of the smaller ones."""
+    """Whichever size comes first, arrays of the bound's size replace smaller ones."""
 
     async def main():
         of = Divided()
@@ -359,8 +359,8 @@ def test_a_bucket_is_measured_at_its_upper_bound(real_backend, make):
     assert ran == {(32, 32)}
 
 
-def test_arguments_that_are_as_large_as_their_bucket_are_measured_as_they_are():
-    """Nothing is made up where the caller's own arrays will do."""
+def test_arguments_as_large_as_their_bucket_are_measured_themselves():
+    """The caller's own arrays are used if they have the right size."""
     x, y = jnp.ones(32), jnp.ones(20)
     call = divided(x, y)
     assert at_tuned_size(divided(x, x), Divided()).args == (x, x)
@@ -370,7 +370,7 @@ def test_arguments_that_are_as_large_as_their_bucket_are_measured_as_they_are():
 
 
 def test_a_call_is_enlarged_wherever_its_arrays_are():
-    """By keyword, in a container, and on a device that is not here."""
+    """By keyword, in a container, and on a device of another process."""
     of = Attention(declared={"cache['k'].shape[0]": (8, 64), "k.shape[-1]": (8, 64)})
     arrays = {"cache": {"k": jnp.ones((9, 3)), "v": jnp.ones((9, 3))}, "k": FakeDevice("H100").array((2, 9))}
     kwargs = at_tuned_size(Invocation("attention", (jnp.ones(9),), arrays), of).kwargs
@@ -400,8 +400,8 @@ def test_calls_in_one_bucket_share_a_key_and_those_in_two_do_not():
     assert call_key(_shaped(16), Toy()) != keys[16]
 
 
-def test_calls_outside_the_buckets_have_keys_of_their_own():
-    """Beyond the declared range nothing is assumed: each size stands for itself, and the call says so."""
+def test_each_size_outside_the_buckets_has_its_own_key():
+    """Outside the declared range each size counts exactly, and the call reports it."""
     memo, toy = KeyMemo(), _Bucketed()
     found = {rows: memo.resolve(_shaped(rows), toy) for rows in (1, 7, 8, 64, 65, 66)}
     assert len({known.key.call_key for known in found.values()}) == len(found)
@@ -416,7 +416,7 @@ def test_calls_outside_the_buckets_have_keys_of_their_own():
 
 
 def test_a_bucket_applies_to_tracers_numpy_arrays_and_fakes():
-    """However an array is given, its size is coarsened."""
+    """The size of every kind of array is coarsened."""
     toy = _Bucketed()
 
     def named(x: Any) -> str:

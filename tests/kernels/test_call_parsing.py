@@ -39,7 +39,7 @@ def shape(dims: tuple[int, ...], dtype: Any) -> Any:
 
 
 def test_arrays_become_shapes_and_literals_become_values() -> None:
-    """A call is tuned and looked up by shapes and constants, so its text is enough to make it again."""
+    """A call is tuned and looked up by shapes and constants, so its text is enough to rebuild it."""
     made = parse_call("q=bf16[8,1024,128], k=f32[4], causal=True", attention)
     assert made == Invocation(
         "attention", (shape((8, 1024, 128), jnp.bfloat16), shape((4,), jnp.float32)), {"causal": True}
@@ -87,7 +87,7 @@ def test_variadic_and_positional_only_parameters_round_trip(one: Any, inv: Invoc
 
 
 def test_a_bucketed_dimension_has_the_size_of_its_bound() -> None:
-    """A bucket is tuned at its upper bound, so that is the call its text stands for."""
+    """A bucket is tuned at its upper bound, so its text means a call of that size."""
 
     @kernel(op_id="b", configs=[1], heuristic=1, buckets={"q.shape[0]": [8, 64]})
     def bucketed(q: Any, *, cfg: int) -> Any:
@@ -152,7 +152,7 @@ def test_positional_arguments_need_no_names() -> None:
     ],
 )
 def test_an_error_names_the_position_and_the_fix(text: str, position: int, problem: str) -> None:
-    """The text is typed by people, so each refusal says where to look and what to write."""
+    """People type this text, so each refusal has the position and the fix."""
     with pytest.raises(InvalidRequestError) as caught:
         parse_call(text, attention)
     assert f"at character {position}, " in str(caught.value)

@@ -37,7 +37,7 @@ def text(*args: Any, **kwargs: Any) -> str:
 
 
 def test_positional_and_keyword_calls_share_a_key() -> None:
-    """Arguments count by the parameters they fill, not by the way they were written."""
+    """Arguments count by parameter, whether positional or keyword."""
     keys = {
         call_key(inv(Q, Q, causal=True), attention),
         call_key(inv(Q, k=Q, causal=True), attention),
@@ -77,7 +77,7 @@ def test_a_keyword_named_like_a_positional_only_parameter_is_another_argument() 
 
 
 def test_arguments_beyond_the_named_ones_count_by_position() -> None:
-    """`*args` has no names to go by."""
+    """`*args` has no names."""
 
     @kernel(op_id="many", configs=[1], heuristic=1)
     def many(first: Any, *rest: Any, cfg: int) -> Any:
@@ -98,7 +98,7 @@ async def test_one_tune_serves_positional_and_keyword_callers() -> None:
     assert len(measure.compiled) == 3
 
 
-def test_a_call_reads_as_it_would_be_written() -> None:
+def test_a_call_reads_like_python() -> None:
     """Arrays by dtype and shape, in the order of the parameters; everything else by a short value."""
     assert text(Q, Q, causal=True) == READABLE
     assert text(causal=True, k=Q, q=Q) == READABLE
@@ -109,7 +109,7 @@ def test_a_call_reads_as_it_would_be_written() -> None:
 
 
 def test_a_tracer_reads_like_its_array() -> None:
-    """What is traced has the key of a concrete call, and its text."""
+    """A traced call has the key and the text of a concrete one."""
     seen = []
     jax.jit(lambda q: seen.append(text(q, q, causal=True)))(Q)
     assert seen == [READABLE]
@@ -132,7 +132,7 @@ def test_bucketed_dimensions_are_shown_by_their_bound() -> None:
     [inv(*range(5000)), inv([Q] * 5000), inv("x" * 5000), inv({str(i): Q for i in range(5000)}), inv(**{"n" * 999: 1})],
 )
 def test_a_readable_call_has_a_bounded_length(long: Invocation[Any, Any]) -> None:
-    """It goes into every log line, span and record."""
+    """The text is part of every log line, span and record."""
     assert 0 < len(call_text(long, attention)) <= MAX_CALL_CHARS
 
 
@@ -150,7 +150,7 @@ def test_a_key_carries_its_call_and_is_equal_without_it() -> None:
 
 
 def test_events_records_reports_and_explanations_show_the_call(tmp_path, real_backend) -> None:
-    """Each decision shows the call that it was for."""
+    """Each decision shows its call."""
     events: list[Event] = []
     call = inv(Q, Q, causal=True)
 

@@ -28,7 +28,7 @@ class _SlotBase:
 
 
 class _SlotDerived(_SlotBase):
-    """Has a `__dict__`, and keeps its state elsewhere."""
+    """Has a `__dict__`, but keeps its state elsewhere."""
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ class _SlotDerived(_SlotBase):
     ],
 )
 def test_other_candidates_have_another_checksum(one, other):
-    """Candidates are kept apart from each other, in order, by type and value."""
+    """Candidates count in order, by type and value."""
     assert checksum(one, version="1") == checksum(list(one), version="1")
     assert checksum(one, version="1") != checksum(other, version="1")
 
 
 def test_state_in_slots_counts_in_a_checksum():
-    """A config that mixes slots and a dict is data in both, or refused."""
+    """In a config with both slots and a dict, both count, or it is refused."""
 
     def of(m: int) -> str:
         try:
@@ -76,12 +76,12 @@ def test_equal_candidates_have_equal_checksums(make):
 
 
 def test_the_order_of_a_plain_objects_attributes_does_not_matter():
-    """How a config was filled in is not what it says."""
+    """The order of assignment is not part of the value."""
     assert checksum([_Plain(a=1, b=2)], version="1") == checksum([_Plain(b=2, a=1)], version="1")
 
 
 def test_version_and_objective_are_in_the_checksum():
-    """An answer to another question is stale: each of the three parts is checked on its own."""
+    """A change of candidates, version or objective makes an answer stale."""
     sums = [
         checksum([Blocks(1)], version="1"),
         checksum([Blocks(1)], version="2"),
@@ -98,7 +98,7 @@ def test_version_and_objective_are_in_the_checksum():
     "candidate", [ex.Opaque(), _Plain(fn=ex.Opaque()), {"f": [ex.Opaque()]}, _Plain(l=threading.Lock())]
 )
 def test_an_opaque_callable_in_a_candidate_is_refused(candidate):
-    """A config is data; what hides behaviour has no checksum, and the error says which candidate it was."""
+    """A config is data: an opaque callable has no checksum, and the error names the candidate."""
     with pytest.raises(UnstableKeyError) as caught:
         checksum([Blocks(1), candidate], version="1")
     assert caught.value.argument.startswith("candidates[1]")
@@ -126,8 +126,8 @@ def _raises(error: Exception) -> Any:
     ],
     ids=["NotImplementedError", "base stub", "None", "raises", "returns None"],
 )
-def test_a_kernel_without_a_guess_says_why(heuristic, said):
-    """A missing or failing heuristic makes its tier decline; the candidates are unharmed."""
+def test_a_kernel_without_a_heuristic_has_a_reason(heuristic, said):
+    """A missing or failing heuristic makes its tier decline, and does not affect the candidates."""
     found = resolve(CALL, _kernel(heuristic_cfg=heuristic))
     assert (found.heuristic, found.no_heuristic, found.incumbent) == (None, said, None)
     assert found.candidates == (Blocks(1), Blocks(2), Blocks(3))
@@ -143,7 +143,7 @@ def test_a_kernel_without_a_guess_says_why(heuristic, said):
     ],
     ids=["NotImplementedError", "raises", "empty", "returns None"],
 )
-def test_a_kernel_without_candidates_says_why(candidates, said):
+def test_a_kernel_without_candidates_has_a_reason(candidates, said):
     """Missing or failing candidates mean no tune; the heuristic still answers."""
     found = resolve(CALL, _kernel(candidate_cfgs=candidates))
     assert (found.candidates, found.no_candidates, found.incumbent) == ((), said, None)
@@ -151,7 +151,7 @@ def test_a_kernel_without_candidates_says_why(candidates, said):
 
 
 def test_a_kernel_with_neither_has_neither():
-    """A kernel that only runs is still a kernel; both tiers have something to say."""
+    """A kernel that only runs is still a kernel; both tiers have a reason to decline."""
     found = resolve(CALL, types.SimpleNamespace(op_id="bare", run=lambda x, cfg: x))
     assert (found.heuristic, found.candidates) == (None, ())
     assert "no heuristic" in found.no_heuristic
@@ -159,7 +159,7 @@ def test_a_kernel_with_neither_has_neither():
 
 
 def test_the_default_candidate_is_the_heuristic():
-    """A kernel with nothing but a guess has that as its only candidate."""
+    """Without `candidate_cfgs`, the heuristic is the only candidate."""
     found = resolve(CALL, _kernel(candidate_cfgs=Kernel.candidate_cfgs))
     assert (found.candidates, found.incumbent) == ((Blocks(1),), 0)
 
@@ -178,14 +178,14 @@ def test_the_default_candidate_is_the_heuristic():
     ],
 )
 def test_candidates_are_distinct_and_hold_the_incumbent(listed, guess, expected, incumbent):
-    """No candidate is timed twice, none is lost, and the default always competes, in the kernel's own order."""
+    """Duplicates are removed, the default always competes, and the kernel's order is kept."""
     found = resolve(CALL, _kernel(candidate_cfgs=lambda self, inv: iter(listed), heuristic_cfg=lambda self, inv: guess))
     assert list(map(repr, found.candidates)) == list(map(repr, expected))
     assert found.incumbent == incumbent
 
 
 def test_duplicates_do_not_change_the_checksum():
-    """What a tune chose among is the distinct candidates."""
+    """A tune chooses among the distinct candidates."""
     once = resolve(CALL, _kernel(candidate_cfgs=lambda self, inv: [Blocks(1), Blocks(2)]))
     twice = resolve(CALL, _kernel(candidate_cfgs=lambda self, inv: [Blocks(1), Blocks(1), Blocks(2)]))
     assert once.checksum("forward") == twice.checksum("forward") == checksum([Blocks(1), Blocks(2)], version="1")

@@ -1,4 +1,4 @@
-"""The canonical form: equal exactly when the values are, or refused."""
+"""Canonical forms are equal exactly when the values are; other values are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def form_or_refusal(value: Any) -> Any:
 
 
 def sharing(*values: Any) -> int:
-    """Return how many of the values share their form with an earlier one; refusing is not sharing."""
+    """Return the number of values that share their form with an earlier one; refused values share none."""
     return len(values) - len({form_or_refusal(value) for value in values})
 
 
@@ -85,7 +85,7 @@ EVERY = [value for values in VALUES.values() for value in values]
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_different_values_have_different_forms(values):
-    """A form leaves nothing out: no two of these, nor any of them and any other value here, look alike."""
+    """No two of these values have equal forms."""
     forms = {digest(canonical(value)) for value in values}
     assert len(forms) == len(values)
     others = {digest(canonical(value)) for value in EVERY if not any(value is mine for mine in values)}
@@ -110,7 +110,7 @@ def test_a_form_is_made_of_plain_values_behind_tags(values):
 
 
 def test_a_digest_is_thirty_two_hexadecimal_digits():
-    """Short enough for a log line, long enough never to collide by accident."""
+    """Short enough for a log line, long enough not to collide by accident."""
     made = digest(canonical({"a": 1}))
     assert len(made) == 32
     assert int(made, 16) > 0
@@ -118,7 +118,7 @@ def test_a_digest_is_thirty_two_hexadecimal_digits():
     assert made != digest(canonical({"a": 2}))
 
 
-def test_no_order_but_a_sequences_own_shows():
+def test_only_ordered_containers_count_by_order():
     """Sets and dicts have no order; lists, tuples and ordered dicts have one."""
     assert canonical({"a": 1, "b": 2}) == canonical({"b": 2, "a": 1})
     assert canonical(dict.fromkeys([3, 1, 2])) == canonical(dict.fromkeys([1, 2, 3]))
@@ -149,19 +149,19 @@ def _print(value: Any) -> str:
 @settings(deadline=None, max_examples=200, database=None)
 @given(plain, plain)
 def test_forms_are_equal_exactly_when_the_values_are(one, other):
-    """For plain data Python's own `repr`, with dicts in order, is the judge."""
+    """For plain data, forms are equal exactly if `repr` with sorted dicts is."""
     assert (canonical(one) == canonical(other)) == (_print(one) == _print(other))
     assert (digest(canonical(one)) == digest(canonical(other))) == (_print(one) == _print(other))
 
 
 def test_an_object_met_twice_is_not_a_cycle():
-    """Sharing a part is not the same as containing oneself, and makes no difference."""
+    """A shared part has its ordinary form."""
     part = ex.Slotted([1])
     assert canonical((part, [part])) == canonical((ex.Slotted([1]), [ex.Slotted([1])]))
 
 
 def test_a_value_that_contains_itself_has_a_finite_form():
-    """The way back is written as its length, so rings of other lengths or contents differ."""
+    """A cycle is encoded by its length, so cycles of other lengths or contents differ."""
 
     def ring(*values: Any) -> list[Any]:
         first: list[Any] = [values[0]]
@@ -189,7 +189,7 @@ class _OtherPlain(_Plain):
 
 
 def test_a_plain_object_counts_by_its_attributes_on_request():
-    """Configs are data, arguments may not be: the first show their attributes, the second are refused."""
+    """Configs are data and count by attributes; arguments may hide behaviour and are refused."""
 
     def seen(value: Any) -> Any:
         return canonical(value, see_attributes=True)
@@ -215,7 +215,7 @@ def test_a_plain_object_that_points_at_itself_has_a_form():
 
 @pytest.mark.parametrize("value", [ex.Opaque(), _Plain(f=ex.Opaque()), _Plain(guard=threading.Lock()), object()])
 def test_an_opaque_attribute_is_refused(value):
-    """A callable's behaviour and a lock's state are not attributes."""
+    """The state of a callable or a lock is not in its attributes."""
     with pytest.raises(UnstableKeyError) as caught:
         canonical([value], "cfg", see_attributes=True)
     assert caught.value.argument.startswith("cfg[0]")
@@ -238,8 +238,8 @@ def test_an_opaque_attribute_is_refused(value):
         ([{"k": np.array([object()], dtype=object)}], "x[0]['k']"),
     ],
 )
-def test_a_refusal_names_the_part_from_the_given_path_on(value, path):
-    """The path is the caller's own, extended the way Python would write it."""
+def test_a_refusal_names_the_part_by_its_path(value, path):
+    """The path begins with the caller's, and continues in Python syntax."""
     with pytest.raises(UnstableKeyError) as caught:
         canonical(value, "x")
     assert caught.value.argument == path
@@ -250,14 +250,14 @@ def test_a_refusal_names_the_part_from_the_given_path_on(value, path):
 
 
 def test_an_aval_counts_by_shape_dtype_and_weak_type():
-    """What an abstract value says of an array, in plain values."""
+    """The facts in an abstract value, as plain values."""
     assert aval_form(jnp.zeros((2, 3), jnp.bfloat16).aval) == ((2, 3), "bfloat16", 0, ())
     assert aval_form(jnp.asarray(1.0).aval) == ((), "float32", 1, ())
     assert aval_form(jax.random.key(0).aval) == ((), "key<fry>", 0, ())
 
 
 def test_jax_and_numpy_arrays_of_equal_contents_share_a_form():
-    """A captured array is a constant; which library holds it does not matter."""
+    """A captured array is a constant, and its library does not matter."""
     assert canonical(jnp.arange(3, dtype=jnp.int32)) == canonical(np.arange(3, dtype=np.int32))
     assert canonical(jnp.zeros(2, jnp.bfloat16)) != canonical(jnp.zeros(2, jnp.float16))
 
@@ -276,7 +276,7 @@ def test_every_property_of_a_shape_struct_counts():
 
 @pytest.mark.timeout(60)  # another process starts
 def test_plain_values_need_no_jax():
-    """Importing asel and naming plain data costs no import of JAX: command line tools start quickly."""
+    """Forms of plain data do not import JAX, so command line tools start quickly."""
     script = "import sys; from asel.kernels.canonical import canonical as c; c([{1, 'a'}, (2.5,), len])"
     script += "; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -322,7 +322,7 @@ class _Base:
 
 
 class _Derived(_Base):
-    """Not a dataclass of its own: what it adds is in no field."""
+    """Not itself a dataclass: the attribute it adds is not a field."""
 
 
 class _Loose(pydantic.BaseModel, extra="allow"):
@@ -367,8 +367,8 @@ HIDING = {
 
 
 @pytest.mark.parametrize("make", HIDING.values(), ids=HIDING)
-def test_state_that_does_not_show_at_once_is_counted_or_refused(make):
-    """A key may leave nothing out: what a value carries beside its items counts, or the value is refused."""
+def test_additional_state_of_a_value_is_counted_or_refused(make):
+    """State beside a value's items counts, or the value is refused."""
     assert sharing(make(1), make(2)) == 0
 
 
@@ -379,7 +379,7 @@ class _CachingDict(dict):
 
 
 class _CachingWindow(ex.Window):
-    """Not a dataclass of its own, and caches something."""
+    """Not itself a dataclass, with a cached property."""
 
     @functools.cached_property
     def double(self):
@@ -389,8 +389,8 @@ class _CachingWindow(ex.Window):
 @pytest.mark.parametrize(
     ("value", "attribute"), [(_CachingDict(a=1), "total"), (_CachingWindow(2), "double")], ids=["dict", "dataclass"]
 )
-def test_looking_at_a_cached_property_does_not_change_the_value(value, attribute):
-    """What an object has worked out from its state is not more state."""
+def test_reading_a_cached_property_does_not_change_the_form(value, attribute):
+    """A cached value is computed from the state, and is not part of it."""
     before = canonical(value)
     assert getattr(value, attribute) in (1, 4)
     assert canonical(value) == before

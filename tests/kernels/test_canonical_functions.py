@@ -1,4 +1,4 @@
-"""The canonical forms of functions and classes: name, code, and what they captured."""
+"""The canonical forms of functions and classes: name, code and captured values."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def form_or_refusal(value: Any) -> Any:
 
 
 def sharing(*values: Any) -> int:
-    """Return how many of the values share their form with an earlier one; refusing is not sharing."""
+    """Return the number of values that share their form with an earlier one; refused values share none."""
     return len(values) - len({form_or_refusal(value) for value in values})
 
 
-def test_closures_from_one_line_differ_by_what_they_captured():
+def test_closures_from_one_line_differ_by_their_captured_values():
     """Two closures of one source line are two functions (ejKernel's defect 11)."""
     masks = [captured(value) for value in (1, 2, True, "1", [1], {"a": 1}, ex.causal, ex.decorated)]
     assert len({canonical(mask) for mask in masks}) == len(masks)
@@ -60,14 +60,14 @@ def test_closures_from_one_line_differ_by_what_they_captured():
         ("lambda a: [x for x in a]", "lambda a: [y + 1 for y in a]"),
     ],
 )
-def test_functions_with_other_code_differ(one, other):
+def test_functions_with_different_code_differ(one, other):
     """A function counts by its code: constants, names, parameters and their kinds, nested functions."""
     assert canonical(eval(one)) == canonical(eval(one))
     assert canonical(eval(one)) != canonical(eval(other))
 
 
 def test_a_function_keeps_its_key_while_python_specialises_it():
-    """What the interpreter does to a hot function's bytecode is not a change of the function."""
+    """The interpreter's changes to a hot function's bytecode do not count."""
     mask = ex.window(4)
     before = canonical(mask)
     for i in range(1000):
@@ -76,13 +76,13 @@ def test_a_function_keeps_its_key_while_python_specialises_it():
 
 
 def test_functions_that_close_over_themselves_have_keys():
-    """Recursion through a closure ends, and what else was captured still counts."""
+    """Recursion through a closure ends, and other captured values still count."""
     assert canonical(ex.countdown()) == canonical(ex.countdown())
     assert canonical(ex.ping_pong(1)) == canonical(ex.ping_pong(1))
     assert canonical(ex.ping_pong(1)) != canonical(ex.ping_pong(2))
 
 
-def test_decorated_functions_differ_by_what_they_wrap():
+def test_decorated_functions_differ_by_the_wrapped_function():
     """functools.wraps hides the wrapper's name; the wrapped function is in its closure."""
     assert sharing(ex.logged(ex.causal), ex.logged(ex.decorated), ex.causal, ex.logged(ex.logged(ex.causal))) == 0
 
@@ -92,20 +92,20 @@ def test_decorated_functions_differ_by_what_they_wrap():
     [jax.jit, jax.grad, jax.value_and_grad, jax.checkpoint, jax.vmap, jax.custom_jvp, jax.custom_vjp, jax.jacfwd],
     ids=lambda wrap: wrap.__name__,
 )
-def test_functions_that_jax_wrapped_differ_by_what_is_inside(wrap):
-    """A transformed function is a function: it has a key, and its own closure counts."""
+def test_functions_wrapped_by_jax_differ_by_the_function_inside(wrap):
+    """A transformed function has a key, and its closure counts."""
     assert canonical(wrap(ex.window(1))) == canonical(wrap(ex.window(1)))
     assert canonical(wrap(ex.window(1))) != canonical(wrap(ex.window(2)))
     assert canonical(wrap(ex.window(1))) != canonical(ex.window(1))
 
 
-def test_vmaps_over_other_axes_differ():
-    """The axes a function is mapped over change what it computes."""
+def test_vmaps_over_different_axes_differ():
+    """The mapped axes change the result."""
     assert sharing(jax.vmap(ex.causal), jax.vmap(ex.causal, in_axes=1), jax.vmap(ex.causal, in_axes=(0, None))) == 0
 
 
 def test_custom_derivatives_count():
-    """Two functions with one body and other gradients are timed differently with a backward pass."""
+    """Functions with equal bodies and different gradients take different times in a backward pass."""
 
     def with_vjp(scale, slope):
         fn = jax.custom_vjp(lambda x: x * scale)
@@ -146,23 +146,23 @@ NAMED = [
 
 @pytest.mark.parametrize("fn", NAMED, ids=lambda fn: f"{type(fn).__name__}-{fn.__name__}")
 def test_library_functions_have_keys(fn):
-    """What can be imported by name is the same function in every process, whatever its type."""
+    """A function that can be imported by name is the same in every process."""
     assert canonical(fn) == canonical(fn)
 
 
-def test_library_functions_stay_apart():
-    """Builtins, numpy's and JAX's functions and ufuncs have different forms."""
+def test_different_library_functions_have_different_forms():
+    """Builtins, ufuncs, and functions of NumPy and JAX."""
     assert sharing(*NAMED) == 0
     assert sharing([1].count, [2].count, [1].index) == 0
 
 
 def test_ufuncs_made_of_functions_do_not_share_a_form():
-    """numpy names every ufunc made of a lambda alike; they are still different functions."""
+    """NumPy gives every ufunc made from a lambda the same name; they are still different functions."""
     assert sharing(np.frompyfunc(lambda x: x, 1, 1), np.frompyfunc(lambda x: -x, 1, 1)) == 0
 
 
 def test_dataclass_callables_differ_by_state():
-    """A callable whose state shows is a constant like any other (ejKernel's defect 11)."""
+    """A callable dataclass is a constant like any other (ejKernel's defect 11)."""
     assert canonical(ex.Window(3)) == canonical(ex.Window(3))
     assert sharing(ex.Window(3), ex.Window(4), ex.Window(3.0), ex.Window(3, frozenset())) == 0
     assert sharing(ex.Window(3).reach, ex.Window(4).reach, ex.Window(3).__call__) == 0
@@ -200,12 +200,12 @@ def _local_items(size):
     ids=["callable dataclasses", "their methods", "the classes", "special methods", "closures over the classes"],
 )
 def test_classes_made_by_a_function_do_not_share_a_form(pair):
-    """Two classes made by one function have one name; what they captured may still differ."""
+    """Classes made by one function have one name, but may differ by captured values."""
     assert sharing(*pair()) == 0
 
 
 def _local_kinds() -> dict[str, Any]:
-    """Return an instance of a class of each kind, all made here and now."""
+    """Return an instance of a local class of each kind."""
 
     class Tuple(NamedTuple):
         m: int = 1
@@ -264,8 +264,8 @@ def _local_kinds() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", list(_local_kinds()))
-def test_a_class_made_in_a_function_is_as_good_as_any(kind):
-    """Notebooks and tests define their configs where they use them; made again, they are the same."""
+def test_local_classes_have_forms(kind):
+    """Notebooks and tests define configs locally; a class that is made again has the same form."""
     one, other = _local_kinds()[kind], _local_kinds()[kind]
     assert type(one) is not type(other)
     assert canonical(one) == canonical(other)

@@ -53,7 +53,7 @@ CONSTANTS = {
 
 @pytest.fixture
 def hashed(monkeypatch) -> list[int]:
-    """The sizes of what was hashed."""
+    """The sizes of the hashed contents."""
     sizes: list[int] = []
 
     class Counting:
@@ -71,7 +71,7 @@ def resolve(memo: KeyMemo, value: Any) -> Any:
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 @pytest.mark.parametrize("make", CONSTANTS.values(), ids=CONSTANTS)
 def test_an_array_that_cannot_change_is_hashed_once(hold: Any, make: Any, hashed: list[int]) -> None:
-    """However often it is held by what a call brings, and however large it is."""
+    """However often it occurs in a call's arguments, and however large it is."""
     array, memo = make(LARGE), KeyMemo()
     first = resolve(memo, hold(array))
     assert len(hashed) >= 2  # the contents, and the key
@@ -81,8 +81,8 @@ def test_an_array_that_cannot_change_is_hashed_once(hold: Any, make: Any, hashed
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_a_numpy_array_that_changes_is_another_constant(hold: Any) -> None:
-    """It is looked at in each call, whether it is written to directly or through what it is a view of."""
+def test_a_changed_numpy_array_is_another_constant(hold: Any) -> None:
+    """It is hashed in each call, since it may be changed directly or through its base."""
     memo, array = KeyMemo(), np.arange(6, dtype=np.float32)
     view = array[1:]
     view.flags.writeable = False
@@ -94,8 +94,8 @@ def test_a_numpy_array_that_changes_is_another_constant(hold: Any) -> None:
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_a_large_numpy_array_that_may_change_is_refused_with_the_way_out(hold: Any) -> None:
-    """To hash it at each call would hold up the event loop."""
+def test_a_large_mutable_numpy_array_is_refused_with_the_fix(hold: Any) -> None:
+    """Hashing it at each call would block the event loop."""
     array = np.zeros(LARGE, np.float32)
     with pytest.raises(UnstableKeyError, match=r"NumPy array of 1 MB.*as an argument.*jax\.Array.*read-only") as caught:
         resolve(KeyMemo(), hold(array))
@@ -104,8 +104,8 @@ def test_a_large_numpy_array_that_may_change_is_refused_with_the_way_out(hold: A
     resolve(KeyMemo(), array)  # as an argument it is an array like any other
 
 
-def test_a_large_array_that_lies_in_a_view_of_a_writeable_one_may_change() -> None:
-    """Its own flag says nothing of its owner."""
+def test_a_read_only_view_of_a_writeable_array_counts_as_mutable() -> None:
+    """Its own flag says nothing about its base."""
     view = np.zeros(LARGE, np.float32)[:]
     view.flags.writeable = False
     with pytest.raises(UnstableKeyError, match="may have changed"):
@@ -114,7 +114,7 @@ def test_a_large_array_that_lies_in_a_view_of_a_writeable_one_may_change() -> No
 
 @pytest.mark.parametrize("make", CONSTANTS.values(), ids=CONSTANTS)
 def test_no_array_is_kept_alive(make: Any) -> None:
-    """Its digest goes with it, so that a later array at the same address is looked at anew."""
+    """Its digest is dropped with it, so a later array at the same address is hashed again."""
     known = len(hashed_once)
     array = make(5)
     gone = weakref.ref(array)
@@ -127,6 +127,6 @@ def test_no_array_is_kept_alive(make: Any) -> None:
 
 
 def test_arrays_at_the_same_address_have_different_forms() -> None:
-    """Freed memory is used again at once, often for an array of the same shape."""
+    """Freed memory is reused at once, often for an array of the same shape."""
     forms = [canonical(Holder(jnp.full(4, n))) for n in range(200)]
     assert len(set(forms)) == 200

@@ -107,7 +107,7 @@ CPUS = {
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(CPUS, 2)))
 def test_two_cpu_models_have_different_fingerprints(one, other):
-    """JAX calls them all "cpu"; what was tuned on one need not be right on another (ejKernel's defect 11)."""
+    """JAX calls them all "cpu", but a config tuned on one may be slow on another (ejKernel's defect 11)."""
     assert describe_cpu(CPUS[one], 8) != describe_cpu(CPUS[other], 8)
 
 
@@ -123,22 +123,22 @@ def test_two_cpu_models_have_different_fingerprints(one, other):
     ids=["Intel", "Intel with AMX", "AMD", "ARM"],
 )  # fmt: skip
 def test_a_cpu_is_described_by_model_cores_and_vector_features(cpuinfo, cores, expected):
-    """Text a person can read in a log, and nothing in it that changes from boot to boot."""
+    """Readable text that does not change from boot to boot."""
     assert describe_cpu(cpuinfo, cores) == expected
 
 
 def test_the_number_of_cores_matters():
-    """Half a machine has other best block sizes than a whole one."""
+    """The best block sizes differ between half a machine and a whole one."""
     assert len({describe_cpu(MILAN, cores) for cores in (1, 2, 4, 8)}) == 4
 
 
 def test_vector_features_that_a_hypervisor_hides_matter():
-    """The same model without AVX-512 runs other code."""
+    """The same model runs different code without AVX-512."""
     assert describe_cpu(SKYLAKE, 2) != describe_cpu(SKYLAKE.replace(" avx512f", ""), 2)
 
 
 def test_a_fingerprint_ignores_current_clock_speeds():
-    """Clock frequency, bogomips, microcode and spaces say nothing about which config wins."""
+    """Clock frequency, bogomips, microcode and spaces do not decide which config wins."""
     later = SKYLAKE.replace("2000.176", "2800.002").replace("4000.35", "4000.40").replace("0xffffffff", "0x1")
     assert describe_cpu(later, 2) == describe_cpu(SKYLAKE, 2)
     spaced = MILAN.replace("AMD EPYC 7B13", "AMD  EPYC   7B13  ")
@@ -146,8 +146,8 @@ def test_a_fingerprint_ignores_current_clock_speeds():
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "no colon here", "processor : 0\n"])
-def test_a_machine_without_cpuinfo_is_described_by_what_python_knows(text):
-    """Outside Linux there is still a description, and cores still matter."""
+def test_a_machine_without_cpuinfo_is_described_by_python(text):
+    """Outside Linux there is still a description, with the number of cores."""
     described = describe_cpu(text, 3)
     assert "3 cores" in described
     assert platform.machine() in described
@@ -171,7 +171,7 @@ def test_a_fingerprint_is_the_same_every_time():
 
 
 def test_equal_hardware_shares_a_fingerprint_and_other_hardware_does_not():
-    """Kind and driver count; which of eight equal cards it is does not."""
+    """Kind and driver count; the index of a card does not."""
     assert device_fingerprint(FakeDevice("NVIDIA H100", id=0)) == device_fingerprint(FakeDevice("NVIDIA H100", id=7))
     others = [
         H100,
@@ -183,20 +183,20 @@ def test_equal_hardware_shares_a_fingerprint_and_other_hardware_does_not():
     assert len({device_fingerprint(dev) for dev in others}) == len(others)
 
 
-def test_the_fields_of_a_fingerprint_stay_apart():
-    """A separator inside a name does not move the border between kind and driver (ejKernel's defect 11)."""
+def test_separators_inside_fields_of_a_fingerprint_are_escaped():
+    """Otherwise a separator inside a name could be mistaken for the end of a field (ejKernel's defect 11)."""
     one, other = FakeDevice("A|B", platform_version="C"), FakeDevice("A", platform_version="B|C")
     assert device_fingerprint(one) != device_fingerprint(other)
 
 
 def test_a_fingerprint_is_one_line():
-    """Drivers report versions over several lines; logs and file names want one."""
+    """Drivers report versions over several lines; logs and file names need one line."""
     fingerprint = device_fingerprint(FakeDevice("TPU v4", "tpu", platform_version="libtpu\n  built on\tMonday\n"))
     assert fingerprint == "TPU v4|libtpu built on Monday"
 
 
 def test_a_device_with_few_attributes_has_a_fingerprint():
-    """What a plugin's device does not tell is left out."""
+    """Attributes that a plugin's device does not have are left out."""
 
     class Bare:
         platform = "metal"
@@ -206,7 +206,7 @@ def test_a_device_with_few_attributes_has_a_fingerprint():
 
 
 def test_the_fingerprint_follows_the_device_the_arguments_live_on():
-    """A machine may hold several kinds; a call belongs to the one it would run on."""
+    """A machine may have several kinds of devices; a call belongs to the one it would run on."""
     memo, kernel = KeyMemo(), Kernel("k")
 
     def device_of(*args, **kwargs):
@@ -235,7 +235,7 @@ def test_the_fingerprint_follows_the_device_the_arguments_live_on():
         ("METAL", "metal"),
     ],
 )
-def test_platforms_have_the_names_that_variants_are_called_after(name, expected):
+def test_platforms_have_the_names_of_method_variants(name, expected):
     """CUDA and ROCm are both `run_gpu`."""
     assert platform_of(FakeDevice("any", name)) == expected
 
@@ -246,7 +246,7 @@ def test_a_device_without_a_platform_is_unknown():
 
 
 def test_the_default_device_is_the_one_jax_would_use():
-    """Given as a device or as a platform's name, or not at all."""
+    """Whether it is set as a device, as a platform's name, or not at all."""
     first = jax.local_devices()[0]
     assert default_device() == first
     with jax.default_device("cpu"):

@@ -1,4 +1,4 @@
-"""What a caller brings: kernels in their several forms, and which of their methods is meant."""
+"""Invocations, the several forms of kernels, and the variants of their methods."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mapped(*args: Any, **kwargs: Any) -> Invocation[Any, Any]:
 
 
 def test_an_invocation_is_a_value():
-    """It can be compared, changed into another and sent to another process, but not altered."""
+    """It can be compared, copied with changes and sent to another process, but not mutated."""
     inv = Invocation("op", (1,), {"a": 2})
     assert inv == Invocation("op", (1,), {"a": 2})
     assert pickle.loads(pickle.dumps(inv)) == inv
@@ -64,7 +64,7 @@ def test_a_kernel_without_an_op_id_is_named_after_its_class():
     assert Anonymous().op_id == f"{__name__}.{Anonymous.__qualname__}"
 
 
-def test_a_kernel_without_methods_says_which_it_lacks():
+def test_a_missing_method_raises_with_its_name():
     """The stubs name the class and the method."""
     with pytest.raises(NotImplementedError, match="Kernel has no run method"):
         Kernel("k").run(1, cfg=None)
@@ -73,7 +73,7 @@ def test_a_kernel_without_methods_says_which_it_lacks():
 
 
 def test_preparing_changes_nothing_unless_it_is_overridden():
-    """What the user passed is what `run` gets."""
+    """`run` gets the user's arguments."""
     assert Kernel("k").prepare(1, 2, a=3) == ((1, 2), {"a": 3})
 
 
@@ -81,7 +81,7 @@ def test_preparing_changes_nothing_unless_it_is_overridden():
 
 
 def _variants(*suffixes: str) -> Any:
-    """Return a kernel whose methods, in the forms given, say which one they are."""
+    """Return a kernel with the given variants, each of which returns its own name."""
     methods: dict[str, Any] = {"op_id": "toy"}
     for suffix in suffixes:
         methods[f"run{suffix}"] = lambda self, x, *, cfg, said=f"run{suffix}": said
@@ -114,14 +114,14 @@ ALL = ("", "_gpu", "_tpu", "_cpu", "_shard_map", "_shard_map_gpu")
 )
 @pytest.mark.parametrize("method", ["run", "heuristic_cfg", "candidate_cfgs"])
 def test_the_most_specific_variant_is_used(suffixes, platform, context, expected, method):
-    """Both, then shard_map, then the platform, then the plain one; a base class's stub counts as none."""
+    """In order: shard_map with platform, shard_map, platform, plain. A base class's stub does not count."""
     of = _variants(*suffixes)
     found = variant(of, method, platform, context)
     assert found == (None if expected is None else getattr(of, method + expected))
 
 
-def test_a_variant_that_is_not_callable_is_passed_over():
-    """Setting a variant to None in a subclass takes it back."""
+def test_a_variant_that_is_not_callable_is_ignored():
+    """Setting a variant to None in a subclass removes it."""
     of = _variants("", "_gpu")
     of.run_gpu = None
     assert variant(of, "run", "gpu", None) == of.run
@@ -131,13 +131,13 @@ def test_a_variant_that_is_not_callable_is_passed_over():
     ("dev", "suffix"), [(H100, "_gpu"), (FakeDevice("A100", "cuda"), "_gpu"), (TPU, "_tpu"), (CPU, "_cpu")]
 )
 def test_candidates_and_heuristic_are_those_of_the_arguments_platform(dev, suffix):
-    """Where the arguments live decides, not where the process runs."""
+    """The arguments' device decides, and not the process's default."""
     known = resolve(_variants(*ALL), dev)
     assert (known.heuristic, known.candidates[0]) == (f"heuristic{suffix}", f"candidate{suffix}")
 
 
 def test_mapped_calls_have_their_own_candidates():
-    """Under shard_map a kernel sees a shard, so it may want other configs."""
+    """Under shard_map a kernel sees a shard, so it may list other configs."""
     of = _variants(*ALL)
     mapping = {"method": "shard_map", "mesh": MESH, "in_specs": P("x"), "out_specs": P("x")}
     assert resolve(of, H100, **mapping).candidates[0] == "candidate_shard_map_gpu"
@@ -146,7 +146,7 @@ def test_mapped_calls_have_their_own_candidates():
 
 
 def test_candidates_default_to_the_platforms_own_heuristic():
-    """A kernel with nothing but a guess for this platform has that guess as its only candidate."""
+    """A kernel with only a heuristic for this platform has that as its only candidate."""
 
     class Guess(Toy):
         candidate_cfgs = Kernel.candidate_cfgs
@@ -158,8 +158,8 @@ def test_candidates_default_to_the_platforms_own_heuristic():
     assert resolve(Guess(), H100).candidates == (Blocks(1),)
 
 
-def test_ducks_are_kernels():
-    """Any object with the names will do; it inherits from nothing."""
+def test_any_object_with_the_right_methods_is_a_kernel():
+    """It need not inherit from `Kernel`."""
 
     class Duck:
         op_id = "duck"
@@ -192,8 +192,8 @@ def scale(x, *, cfg=1, offset=0):
     return x * cfg + offset
 
 
-def test_a_decorated_function_is_a_kernel_and_still_the_function():
-    """It can be called as before, and keeps its name and docstring."""
+def test_a_decorated_function_is_a_kernel_and_can_still_be_called():
+    """It keeps its name and docstring, too."""
     assert isinstance(scale, FunctionKernel)
     assert scale(2) == 2
     assert scale(2, cfg=5, offset=1) == 11
@@ -211,7 +211,7 @@ def test_a_decorated_function_resolves_like_any_kernel():
 
 
 def test_a_decorated_function_is_named_after_itself():
-    """Without an op_id, module and qualified name have to do."""
+    """Without an op_id, its module and qualified name are used."""
 
     @kernel(configs=[1])
     def unnamed(x, *, cfg):
@@ -222,7 +222,7 @@ def test_a_decorated_function_is_named_after_itself():
 
 
 def test_configs_and_heuristic_may_be_functions_of_the_invocation():
-    """Both see the call that they are for."""
+    """Both get the invocation."""
 
     @kernel(op_id="k", configs=lambda inv: [inv.args[0].shape[0], 1], heuristic=lambda inv: inv.args[0].shape[0])
     def computed(x, *, cfg):
@@ -241,15 +241,15 @@ def test_a_heuristic_may_be_any_plain_function(heuristic):
     assert resolve(made).heuristic == heuristic(Invocation("k", (), {}))
 
 
-def test_a_config_that_can_be_called_is_still_a_config():
-    """Only what is plainly a function is asked; a callable dataclass is data."""
+def test_a_callable_config_is_not_called():
+    """Only plain functions are called; a callable dataclass is a config."""
     made = kernel(op_id="k", configs=[ex.Window(1), ex.Window(2)], heuristic=ex.Window(2))(lambda x, *, cfg: x)
     known = resolve(made)
     assert (known.heuristic, known.incumbent) == (ex.Window(2), 1)
 
 
 def test_a_decorated_function_without_a_heuristic_has_none():
-    """The heuristics tier declines, and says so."""
+    """The heuristics tier declines with that reason."""
     made = kernel(op_id="k", configs=[1, 2])(lambda x, *, cfg: x)
     known = resolve(made)
     assert (known.heuristic, known.incumbent, known.no_heuristic) == (None, None, "kernel has no heuristic")
@@ -257,7 +257,7 @@ def test_a_decorated_function_without_a_heuristic_has_none():
 
 
 def test_configs_are_the_same_for_every_call():
-    """A list is not used up: each new signature sees all of it, even where a generator was given."""
+    """Each new signature sees the whole list, even if a generator was given."""
     made = kernel(op_id="k", configs=(n for n in (1, 2)))(lambda x, *, cfg: x)
     memo = KeyMemo()
     calls = [Invocation("k", (size,), {}) for size in (1, 2)]
@@ -266,7 +266,7 @@ def test_configs_are_the_same_for_every_call():
 
 
 def test_attributes_of_the_function_do_not_replace_those_of_the_kernel():
-    """A function may carry a `version` of its own; the kernel's is the decorator's argument."""
+    """A function may have its own `version`; the kernel's is the decorator's argument."""
 
     def tagged(x, *, cfg):
         return x
@@ -282,7 +282,7 @@ def test_attributes_of_the_function_do_not_replace_those_of_the_kernel():
 
 
 def test_a_kernel_without_a_key_builder_has_none():
-    """Absent, None, or a duck that never heard of one."""
+    """Absent, None, or a duck type without the attribute."""
     assert key_builder_of(Toy()) is None
     assert key_builder_of(object()) is None
     assert key_builder_of(None) is None
@@ -301,15 +301,15 @@ def test_a_kernel_without_a_key_builder_has_none():
     ids=["function", "method", "method with a default", "staticmethod", "classmethod", "partial"],
 )
 def test_a_key_builder_in_a_class_body_takes_the_invocation(written):
-    """Whether `self` was meant shows in how many parameters it has."""
+    """The number of parameters shows whether it expects `self`."""
     of = type("Built", (Toy,), {"key_builder": written})()
     assert key_builder_of(of)(Invocation("the op", (), {})) == "the op"
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["key_builder", "heuristic_cfg", "candidate_cfgs", "run", "prepare"])
-async def test_a_partial_in_a_class_body_stays_what_it_is(name):
-    """Python 3.13 warns of one that is looked up, and 3.14 makes a method of it; a kernel's is a function."""
+async def test_a_partial_in_a_class_body_is_not_made_a_method(name):
+    """Python 3.13 warns when one is looked up, and 3.14 makes it a method; for kernels it stays a function."""
     written = {
         "key_builder": functools.partial(lambda prefix, inv: prefix, "any"),
         "heuristic_cfg": functools.partial(lambda guess, inv: guess, 1),
@@ -333,14 +333,14 @@ async def test_a_partial_in_a_class_body_stays_what_it_is(name):
 
 
 def test_bind_gives_the_function_that_runs_the_config():
-    """The chosen variant of `run`, with the config in it and the caller's arguments to come."""
+    """The chosen variant of `run` with the config, to be called with the arguments."""
     of = _variants("", "_gpu")
     inv = Invocation("toy", (1,), {})
     assert bind(of, inv, "gpu", None)(1) == "run_gpu"
     assert bind(of, inv, "cpu", None)(1) == "run"
 
 
-def test_bind_of_a_kernel_that_cannot_run_says_so():
+def test_a_bound_kernel_without_run_raises():
     """The stub's own message reaches the caller."""
     with pytest.raises(NotImplementedError, match="has no run method"):
         bind(Kernel("k"), Invocation("k", (1,), {}), "cpu", None)(1)
@@ -366,7 +366,7 @@ class _ShardableOnGpu(_Shardable):
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_a_mapped_call_runs_under_shard_map(jit):
-    """Inside, the mesh's axes have names; keywords are constants of the mapped function."""
+    """The kernel sees the mesh's axis names; keywords are constants of the mapped function."""
     x = jnp.arange(4.0)
     fn = bind(_Shardable(), mapped(x), "cpu", 3)
     fn = jax.jit(fn, static_argnames="offset") if jit else fn
@@ -382,7 +382,7 @@ def test_a_mapped_call_runs_its_own_variant(platform, factor):
 
 
 class _Wrapping(_Shardable):
-    """Wraps itself, as ejKernel's kernels do."""
+    """Has its own `shard_map` wrapper, as ejKernel's kernels do."""
 
     def __init__(self, callback: Any = "none"):
         super().__init__()
@@ -399,15 +399,15 @@ class _Wrapping(_Shardable):
     [("none", [6.0, 6.0]), (None, [6.0, 6.0]), (lambda outputs, cfg: outputs + 10 * cfg, [36.0, 36.0])],
     ids=["two parts", "no callback", "callback"],
 )
-def test_a_kernel_that_wraps_itself_has_the_last_word(callback, expected):
-    """ejKernel's protocol: the wrapper gives the mapped function, its arguments, and perhaps a callback."""
+def test_a_kernels_own_wrapper_may_post_process_outputs(callback, expected):
+    """ejKernel's protocol: the wrapper returns the mapped function, its arguments, and optionally a callback."""
     of, x = _Wrapping(callback), jnp.ones(2)
     inv = mapped(x, scale=2)
     assert bind(of, inv, "cpu", 3)(x, scale=2).tolist() == expected
     assert of.asked == [(3, MESH, (P("x"),), P("x"), False, {"scale": 2})]
 
 
-def test_a_kernel_that_wraps_itself_is_run_plainly_outside_shard_map():
+def test_a_kernels_own_wrapper_is_not_used_outside_shard_map():
     """The protocol is for mapped calls only."""
 
     class Plain(_Wrapping):
@@ -431,7 +431,7 @@ def test_a_kernel_that_wraps_itself_is_run_plainly_outside_shard_map():
     ids=repr,
 )
 def test_example_inputs_are_args_or_args_and_kwargs(made, args, kwargs):
-    """An array and a dict of parameters are two arguments: kwargs stand beside args in a tuple of their own."""
+    """`(array, dict)` is two arguments; `((array,), dict)` is args and kwargs."""
 
     class Exemplary(Kernel):
         def example_inputs(self, inv):

@@ -1,4 +1,4 @@
-"""A key_builder says what the answer depends on."""
+"""A key_builder returns the facts that the answer depends on."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ BUILDERS = [_AsFunction, _AsLambda, _AsMethod, _AsStaticMethod, _AsClassMethod, 
 
 
 @pytest.mark.parametrize("make", [*BUILDERS, lambda: _as_option], ids=lambda make: make.__name__.strip("_<>"))
-def test_a_key_builder_may_be_written_any_way(make):
-    """As an attribute, a function or lambda in the class body, or a method, it replaces the signature."""
+def test_a_key_builder_may_be_an_attribute_a_function_or_a_method(make):
+    """In every form, it replaces the signature."""
     memo, toy = KeyMemo(), make()
 
     def named(*shape: int) -> Any:
@@ -99,27 +99,27 @@ def _building(result: Any) -> Toy:
 
 
 def test_text_from_a_key_builder_is_the_key_itself():
-    """A user who names calls finds those names in the store."""
+    """A user who names calls finds these names in the store."""
     assert call_key(CALL, _building("decode/8k")) == "decode/8k"
     assert resolve(CALL, _building("decode/8k")).key.call_key == "decode/8k"
 
 
 def test_structured_values_from_a_key_builder_are_digested():
-    """Anything with a stable identity will do, told apart by type and value."""
+    """Any value with a stable identity is accepted, and counts by type and value."""
     built = [1, True, 1.0, (1,), [1], {"a": 1}, ex.Window(1), jnp.float32, {"x", "y"}, 0, False, ""]
     assert len({call_key(CALL, _building(value)) for value in built}) == len(built)
     assert call_key(CALL, _building({"a": 1, "b": 2})) == call_key(CALL, _building({"b": 2, "a": 1}))
 
 
 def test_a_key_builder_that_forgets_to_return_is_a_clear_error():
-    """None names nothing: every call of the kernel would share one answer."""
+    """With None, every call of the kernel would share one answer."""
     for ask in (resolve, call_key):
         with pytest.raises(InvalidRequestError, match="key_builder returned None for 'toy'"):
             ask(CALL, _building(None))
 
 
 def test_an_opaque_value_from_a_key_builder_is_refused():
-    """A key builder answers for stability, and is held to it."""
+    """A key builder's result must have a stable identity."""
     with pytest.raises(UnstableKeyError) as caught:
         resolve(CALL, _building([1, ex.Opaque()]))
     assert caught.value.argument == "key_builder(...)[1]"
@@ -138,13 +138,13 @@ def test_an_opaque_value_from_a_key_builder_is_refused():
     ids=["object", "callable", "lock", "object array", "keys of several types", "opaque key"],
 )
 def test_with_a_key_builder_any_argument_is_accepted(argument):
-    """The builder says what matters; what does not is never looked at."""
+    """Arguments that the builder ignores are not inspected."""
     toy = _building("constant")
     assert resolve(Invocation("toy", (argument,), {"again": [argument]}), toy).key.call_key == "constant"
 
 
 def test_with_a_key_builder_a_shape_on_an_abstract_mesh_is_accepted():
-    """A shape that was given no devices yet belongs to the default one."""
+    """A shape without devices belongs to the default device."""
     shape = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(abstract_mesh(), P("x")))
     assert resolve(Invocation("toy", (shape,), {}), _building("constant")).key == (
         device_fingerprint(),
@@ -154,7 +154,7 @@ def test_with_a_key_builder_a_shape_on_an_abstract_mesh_is_accepted():
 
 
 def test_with_a_key_builder_tracers_and_devices_are_still_noticed():
-    """What the key says is the builder's; whether a call can be measured, and where, is not."""
+    """The builder decides the key, but not whether and where a call can be measured."""
     memo, toy = KeyMemo(), _building("constant")
     on_h100 = memo.resolve(Invocation("toy", ([H100.array((8,))],), {}), toy)
     on_a100 = memo.resolve(Invocation("toy", (), {"q": A100.array((8,))}), toy)
@@ -164,7 +164,7 @@ def test_with_a_key_builder_tracers_and_devices_are_still_noticed():
 
 
 def test_with_a_key_builder_mapped_calls_keep_their_own_candidates():
-    """A kernel may offer other candidates under shard_map; a plain call of the same key does not change them."""
+    """A kernel may list other candidates under shard_map; a plain call of the same key does not affect them."""
 
     class Mapped(Toy):
         def key_builder(self, inv):

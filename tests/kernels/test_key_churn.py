@@ -24,7 +24,7 @@ def _devices() -> None:
 
 
 class Stepped(Kernel[Blocks, Any]):
-    """Takes a step count, which its config does not depend on."""
+    """Takes a step count on which its config does not depend."""
 
     op_id = "stepped"
 
@@ -44,7 +44,7 @@ def call(*args: Any, size: int = 4, op_id: str = "stepped", **kwargs: Any) -> In
 
 
 class Told:
-    """A chain that only guesses, and the `key_churn` events it has told."""
+    """A selector with heuristics only, and its `key_churn` events."""
 
     def __init__(self) -> None:
         self._sink = RecordingSink()
@@ -56,7 +56,7 @@ class Told:
 
 
 async def test_many_values_of_one_constant_are_reported_once() -> None:
-    """At the sixty-fourth key, and never again for this op."""
+    """At the 64th key, and never again for this op."""
     told, kernel = Told(), Stepped()
     async with told.chain as chain:
         for step in range(MANY_KEYS - 1):
@@ -83,16 +83,16 @@ async def test_many_values_of_one_constant_are_reported_once() -> None:
         (lambda n: call(0, n), "args[2]"),
     ],
 )
-async def test_the_argument_is_named_as_the_kernel_names_it(make: Any, argument: str) -> None:
-    """With the way to the value inside of it."""
+async def test_the_argument_has_the_kernels_parameter_name(make: Any, argument: str) -> None:
+    """Including the path inside the argument."""
     told, kernel = Told(), Stepped()
     for n in range(MANY_KEYS):
         told.chain.choose_nowait(make(n), kernel)
     assert [event.argument for event in told.events] == [argument]
 
 
-async def test_other_shapes_in_between_hide_nothing() -> None:
-    """Calls are compared with those that are equal but for one constant, however many others there are."""
+async def test_churn_is_found_among_calls_of_other_shapes() -> None:
+    """Only calls that are equal except for one constant are compared, so others do not interfere."""
     told, kernel = Told(), Stepped()
     for step in range(MANY_KEYS):
         told.chain.choose_nowait(call(step), kernel)
@@ -112,8 +112,8 @@ async def test_other_shapes_in_between_hide_nothing() -> None:
     ],
     ids=["shapes", "shapes and a constant", "two constants", "a NumPy scalar", "few values"],
 )
-async def test_nothing_else_is_churn(make: Any) -> None:
-    """Shapes have keys of their own for a reason, and constants that change together are not one constant."""
+async def test_new_shapes_and_joint_changes_are_not_churn(make: Any) -> None:
+    """Shapes need their own keys, and constants that change together are not one constant."""
     told, kernel = Told(), Stepped()
     for n in range(2 * MANY_KEYS):
         told.chain.choose_nowait(make(n), kernel)
@@ -121,7 +121,7 @@ async def test_nothing_else_is_churn(make: Any) -> None:
 
 
 async def test_churn_is_reported_for_each_op_and_selector() -> None:
-    """Once per op and chain."""
+    """Once per op and selector."""
     one, other = Told(), Told()
     for step in range(MANY_KEYS):
         for told in (one, other):
@@ -131,8 +131,8 @@ async def test_churn_is_reported_for_each_op_and_selector() -> None:
     assert [event.op for event in other.events] == ["stepped@v0"]
 
 
-async def test_a_known_signature_is_not_looked_at(monkeypatch) -> None:
-    """A hit pays nothing for it."""
+async def test_a_hit_is_not_checked_for_churn(monkeypatch) -> None:
+    """Only new signatures pay for the check."""
     noted = []
     note = ChurnWatch.note
     monkeypatch.setattr(ChurnWatch, "note", lambda *args: noted.append(1) or note(*args))
@@ -144,7 +144,7 @@ async def test_a_known_signature_is_not_looked_at(monkeypatch) -> None:
 
 
 async def test_churn_memory_is_bounded() -> None:
-    """However many constants, shapes and values a service sees."""
+    """With any number of constants, shapes and values."""
     told, kernel = Told(), Stepped()
     for n in range(3000):
         told.chain.choose_nowait(call(n % 60, options=[n, n + 1], size=n % 7 + 1), kernel)
@@ -152,8 +152,8 @@ async def test_churn_memory_is_bounded() -> None:
     assert told.events == []
 
 
-async def test_the_log_has_it_as_a_warning(caplog) -> None:
-    """With the sinks that a chain has by itself."""
+async def test_churn_is_logged_as_a_warning(caplog) -> None:
+    """With the default sinks."""
     caplog.set_level(logging.WARNING, logger="asel")
     async with ConfigSelectorChain[Any, Any](policy=HEURISTICS_ONLY) as chain:
         for step in range(MANY_KEYS):

@@ -32,14 +32,14 @@ def key(*args: Any) -> str:
 
 @pytest.mark.parametrize("name", LIBRARY_OBJECTS)
 def test_objects_of_libraries_have_keys(name: str) -> None:
-    """One made again from the same parts has the same key; one of other parts has another."""
+    """Objects made from the same parts have the same key, from other parts another."""
     make = LIBRARY_OBJECTS[name]
     assert key(make()) == key(make())
     assert key(make()) != key(make(7))
 
 
-def test_random_streams_are_not_advanced() -> None:
-    """Looking at flax's `Rngs` draws nothing from them."""
+def test_keys_do_not_advance_random_streams() -> None:
+    """Inspecting flax's `Rngs` draws nothing from them."""
     rngs = nnx.Rngs(0, dropout=1)
     rngs.dropout()
     before = int(rngs.dropout.count[...])
@@ -52,7 +52,7 @@ def test_random_streams_are_not_advanced() -> None:
 
 
 def test_structures_of_trees_are_values() -> None:
-    """A PyTreeDef counts by its nodes, their static parts, and where its leaves are."""
+    """A PyTreeDef counts by its nodes, their static parts, and the positions of its leaves."""
     trees = [(1, 2), [1, 2], (1, None), ({"a": 1}, 2), ({"b": 1}, 2), ((1,), 2), 1]
     structures = [jax.tree_util.tree_structure(tree) for tree in trees]
     assert len({key(structure) for structure in structures}) == len(trees)
@@ -60,7 +60,7 @@ def test_structures_of_trees_are_values() -> None:
 
 
 def test_signatures_are_values_without_their_annotations() -> None:
-    """Names, kinds and defaults say how a function is called."""
+    """Names, kinds and defaults decide how a function is called."""
 
     def plain(x, n=1): ...
     def annotated(x: np.ndarray[Any, Any], n: threading.Lock = 1) -> object: ...  # type: ignore[assignment,valid-type]
@@ -73,7 +73,7 @@ def test_signatures_are_values_without_their_annotations() -> None:
 
 
 class Wrapped:
-    """A function in an object, as many decorators make one."""
+    """A callable object around a function, as many decorators make."""
 
     def __init__(self, fn: Any, **options: Any) -> None:
         functools.update_wrapper(self, fn)
@@ -84,7 +84,7 @@ class Wrapped:
 
 
 def test_wrapped_functions_count_by_the_function_and_its_attributes() -> None:
-    """`functools.update_wrapper` says what an object stands for."""
+    """As set by `functools.update_wrapper`."""
 
     def make(n: int, **options: Any) -> Wrapped:
         return Wrapped(lambda x: x + n, **options)
@@ -96,7 +96,7 @@ def test_wrapped_functions_count_by_the_function_and_its_attributes() -> None:
 
 
 class Value:
-    """Says itself when two of it are equal."""
+    """Defines its own equality."""
 
     def __init__(self, **parts: Any) -> None:
         self.parts = parts
@@ -109,8 +109,8 @@ class Value:
 
 
 @pytest.mark.parametrize("value", [Value(window=3), object(), jax.tree_util.register_static(type("S", (), {}))()])
-def test_objects_whose_state_may_be_anywhere_are_refused(value: Any) -> None:
-    """`jax.jit` takes what can be hashed; another process would have to see what its equality means."""
+def test_objects_with_hidden_state_are_refused(value: Any) -> None:
+    """`jax.jit` accepts any hashable object, but equality by custom code has no form for other processes."""
     with pytest.raises(UnstableKeyError, match="give the kernel a key_builder"):
         key(value)
 
@@ -118,14 +118,14 @@ def test_objects_whose_state_may_be_anywhere_are_refused(value: Any) -> None:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["marker"])
 @dataclasses.dataclass
 class Marked:
-    """Marks what belongs together with a bare object, as equinox's `StateIndex` does."""
+    """Marks related parts with a bare object, as equinox's `StateIndex` does."""
 
     x: Any
     marker: Any
 
 
 def test_bare_objects_in_static_fields_are_numbered_within_a_call() -> None:
-    """Another process makes others, so what counts is which of them are the same."""
+    """Another process makes others, so only their pattern of identity counts."""
     x, one, other = np.zeros(3, np.float32), object(), object()
     same = key(Marked(x, one), Marked(x, one))
     assert same == key(Marked(x, other), Marked(x, other))
@@ -133,7 +133,7 @@ def test_bare_objects_in_static_fields_are_numbered_within_a_call() -> None:
 
 
 def test_bare_objects_are_another_signature_in_this_process() -> None:
-    """What a program returns has the markers that it was traced with."""
+    """A program returns the markers that it was traced with."""
     x, one = np.zeros(3, np.float32), object()
     token = signature(Invocation("k", (Marked(x, one),), {}), KERNEL)
     assert signature(Invocation("k", (Marked(x, one),), {}), KERNEL) == token
@@ -142,7 +142,7 @@ def test_bare_objects_are_another_signature_in_this_process() -> None:
 
 @pytest.mark.anyio
 async def test_an_executor_returns_the_callers_own_markers() -> None:
-    """Two calls with one key and other markers are two programs."""
+    """Two calls with one key and different markers are two programs."""
 
     @kernel(op_id="marking", configs=[1], heuristic=1)
     def marking(tree: Any, *, cfg: int) -> Any:

@@ -1,4 +1,4 @@
-"""What is worked out once for a signature, how much of it is kept, and what is not worked out at all."""
+"""The memo of keys, candidates and checksums by signature: what it computes, and how much it keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inv(n: int, op_id: str = "toy") -> Invocation[Any, Any]:
 
 
 class Counting(Kernel[Blocks, Any]):
-    """Counts how often its candidates are asked for."""
+    """Counts how often its candidates are listed."""
 
     op_id = "counting"
     asked = 0
@@ -44,8 +44,8 @@ def _no_candidates_asked_yet():
     Counting.asked = 0
 
 
-def test_every_key_in_memory_is_known_without_working_it_out_again() -> None:
-    """The memo is as large as the memory it serves: a hit stays a hit with any number of keys."""
+def test_every_key_in_memory_stays_resolved() -> None:
+    """The memo grows with the selector's memory, so hits stay cheap with any number of keys."""
     one, resolved = Counting(), []
     selector: ConfigSelectorChain[Blocks, Any] = ConfigSelectorChain(ConfigCache(), HEURISTICS_ONLY, sinks=())
     for n in range(1, 10_001):
@@ -56,7 +56,7 @@ def test_every_key_in_memory_is_known_without_working_it_out_again() -> None:
 
 
 def test_signatures_that_memory_does_not_hold_are_bounded() -> None:
-    """Shapes that only heuristics answer do not pile up."""
+    """Shapes that only heuristics answer do not accumulate."""
     memo = KeyMemo(max_entries=8, keys_in_memory=lambda: 3)
     for n in range(100):
         memo.resolve(inv(n), Toy())
@@ -65,8 +65,8 @@ def test_signatures_that_memory_does_not_hold_are_bounded() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("method", ["choose", "choose_nowait"])
-async def test_a_heuristic_answer_asks_for_no_candidates(method: str) -> None:
-    """Candidates and checksums are worked out only if a tier needs them."""
+async def test_a_heuristic_answer_lists_no_candidates(method: str) -> None:
+    """Candidates and checksums are computed only if a tier needs them."""
     async with ConfigSelectorChain(ConfigCache(), HEURISTICS_ONLY, sinks=()) as selector:
         answer = getattr(selector, method)(inv(3, "counting"), Counting())
         assert (answer if method == "choose_nowait" else await answer) == Blocks(1)
@@ -76,7 +76,7 @@ async def test_a_heuristic_answer_asks_for_no_candidates(method: str) -> None:
 
 
 def test_equal_candidates_are_encoded_once(monkeypatch) -> None:
-    """A new shape with the candidates of an earlier one costs no encoding of each."""
+    """A new shape with the candidates of an earlier one does not encode them again."""
 
     class New(Counting):
         def candidate_cfgs(self, inv):
@@ -98,13 +98,13 @@ def test_equal_candidates_are_encoded_once(monkeypatch) -> None:
 
 @pytest.mark.parametrize("pair", [(1, True), (0, False), ("1", 1), (1, 1.0), (0.0, -0.0)])
 def test_configs_that_python_calls_equal_keep_their_own_checksums(pair: tuple[Any, Any]) -> None:
-    """1, True and 1.0 differ, remembered or not."""
+    """1, True and 1.0 differ, also in the cache."""
     one, other = (checksum([Blocks(value)], version="0") for value in pair)
     assert one != other
     assert [one, other] == [checksum([Blocks(value)], version="0") for value in pair]
 
 
-def test_kernels_made_per_call_are_known_by_class_and_state() -> None:
+def test_kernels_made_per_call_are_recognised_by_class_and_state() -> None:
     """A kernel of the same class with the same attributes has the same answers."""
     memo = KeyMemo()
     first = memo.resolve(inv(1), Toy())
@@ -114,7 +114,7 @@ def test_kernels_made_per_call_are_known_by_class_and_state() -> None:
     assert memo.resolve(inv(1), other) is not first
 
 
-def test_function_kernels_made_per_call_are_known_by_their_function() -> None:
+def test_function_kernels_made_per_call_are_recognised_by_their_function() -> None:
     """Functions count by code and captured values."""
 
     def make(block: int) -> Any:
@@ -131,7 +131,7 @@ def test_function_kernels_made_per_call_are_known_by_their_function() -> None:
 
 @pytest.mark.parametrize("attribute", [1, object(), np.zeros(3)], ids=["canonical", "opaque", "array"])
 def test_no_kernel_is_kept_alive(attribute: Any) -> None:
-    """Whatever a kernel holds may be large, and is its owner's."""
+    """A kernel may hold large objects, which belong to the user."""
     memo, alive = KeyMemo(), weakref.WeakSet()
     for _ in range(20):
         one = Toy()
@@ -144,7 +144,7 @@ def test_no_kernel_is_kept_alive(attribute: Any) -> None:
 
 
 def test_a_class_of_the_same_name_is_another_kernel() -> None:
-    """As when a notebook's cell is run again with other code."""
+    """As when a notebook cell is run again with other code."""
 
     def make(guess: int) -> Any:
         class Again(Kernel[int, Any]):

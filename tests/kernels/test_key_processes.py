@@ -31,7 +31,7 @@ from asel.kernels.signature import signature
 
 @pytest.fixture(scope="module")
 def elsewhere():
-    """What two processes with other hash seeds and eight devices say, both running at once."""
+    """The reports of two processes with other hash seeds and eight devices, which run concurrently."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     with ExitStack() as ending:
         processes = []
@@ -56,7 +56,7 @@ def elsewhere():
 
 @pytest.fixture(scope="module")
 def sharded(elsewhere):
-    """Look a sharded call's key up; one that could not be made is a failure here and now."""
+    """Return the key of a sharded call; fail if it could not be made."""
 
     def look_up(name: str) -> str:
         found = elsewhere[0]["sharded"][name]
@@ -69,7 +69,7 @@ def sharded(elsewhere):
 @pytest.mark.timeout(120)  # another process loads JAX
 @pytest.mark.parametrize("name", ex.EXAMPLES)
 def test_a_key_is_the_same_in_another_process(name, elsewhere):
-    """Keys name answers in stores, so every process gives a call the same one, whatever its hash seed."""
+    """Stores are shared, so every process gives a call the same key, with any hash seed."""
     here = call_key(ex.EXAMPLES[name](), ex.KERNEL)
     assert [answer["calls"][name] for answer in elsewhere] == [here, here]
 
@@ -85,12 +85,12 @@ def test_a_key_of_a_sharded_call_is_the_same_in_another_process(name, elsewhere)
 
 @pytest.mark.timeout(120)  # another process loads JAX
 def test_a_checksum_is_the_same_in_another_process(elsewhere):
-    """A restarted service recognises what it stored."""
+    """A restarted service recognises its records."""
     assert [answer["checksums"] for answer in elsewhere] == [ex.checksums()] * 2
 
 
 def test_the_examples_are_all_different():
-    """The comparison between processes means something: no two examples share a key."""
+    """No two examples share a key, or the comparison between processes would prove little."""
     assert len(set(ex.keys_of(ex.EXAMPLES).values())) == len(ex.EXAMPLES)
 
 
@@ -127,7 +127,7 @@ bound = mask.bound
 
 @pytest.mark.parametrize("name", ["plain", "closure", "partial", "wrapped", "mask", "bound", "Mask"])
 def test_a_function_at_another_path_is_the_same_function(name, tmp_path, monkeypatch):
-    """A key holds no path and no line number: a service installed elsewhere finds its answers."""
+    """A key contains no path and no line number, so a service installed elsewhere finds its records."""
 
     def load(where: str, source: str) -> Any:
         path = tmp_path / where / "moved_module.py"
@@ -164,8 +164,8 @@ def mask(x):
     "decorator",
     ["jax.jit", "jax.custom_jvp", "jax.custom_vjp", "jax.vmap", "jax.checkpoint", "functools.lru_cache", "Decorator"],
 )
-def test_a_decorated_function_whose_body_was_edited_is_another_function(decorator, monkeypatch):
-    """A name is not enough where the code can be seen: the next release may hold other code under it."""
+def test_a_decorated_function_with_an_edited_body_is_another_function(decorator, monkeypatch):
+    """The code counts and not only the name: the next release may change it."""
 
     def release(factor: int) -> str:
         module = types.ModuleType("released_module")
@@ -181,19 +181,19 @@ def test_a_decorated_function_whose_body_was_edited_is_another_function(decorato
 
 @pytest.mark.timeout(120)  # another process loads JAX
 def test_objects_of_libraries_have_the_same_keys_in_another_process(elsewhere):
-    """What flax and equinox make is found again, too."""
+    """This includes objects of flax and equinox."""
     assert [answer["libraries"] for answer in elsewhere] == [library_keys()] * 2
 
 
 @pytest.mark.timeout(120)  # another process loads JAX
 def test_the_first_call_of_a_process_may_come_while_jax_traces(elsewhere):
-    """Tracers have keys from the first call on, and the eager calls after it are as cheap and right as ever."""
+    """Tracers have keys from the first call on, and later eager calls are as cheap and correct as usual."""
     assert [answer["first"] for answer in elsewhere] == [[True, True, False]] * 2
 
 
 @pytest.mark.timeout(120)  # another process loads JAX
 def test_a_call_without_placed_arrays_belongs_to_the_default_device(elsewhere):
-    """JAX would run it there; the memo notices when the default changes, with a key_builder or without."""
+    """JAX would run it there. A change of the default changes the key, with or without a key_builder."""
     assert elsewhere[0]["default devices"] == [[0, 1, 0, 0, 1, 1]] * 2
 
 
@@ -202,7 +202,7 @@ def test_a_call_without_placed_arrays_belongs_to_the_default_device(elsewhere):
 
 @pytest.mark.timeout(120)  # another process loads JAX
 def test_the_mesh_that_is_set_is_part_of_the_key(elsewhere):
-    """It changes the program. Which devices it is over does not: replicas share what they learn."""
+    """The mesh changes the program. Its devices do not count, so replicas share answers."""
     keys = elsewhere[0]["meshes"]
     assert len({keys[name] for name in ("none", "four", "square", "renamed", "explicit")}) == 5
     assert keys["four"] == keys["four again"] == keys["elsewhere"] == keys["traced"]
@@ -247,14 +247,14 @@ def test_explicitly_sharded_arrays_have_keys_of_their_own(sharded):
 
 @pytest.mark.timeout(120)  # another process loads JAX
 def test_an_explicitly_sharded_array_and_its_tracer_share_a_key(sharded):
-    """An aval that carries its sharding says the same traced and not, so an eager tune serves the jitted call."""
+    """An aval with a sharding is the same traced and not, so an eager tune serves the jitted call."""
     assert sharded("explicit") == sharded("explicit traced")
     assert sharded("explicit second axis") == sharded("explicit traced second axis")
 
 
 @pytest.mark.timeout(120)  # another process loads JAX
 def test_which_of_equal_devices_a_call_runs_on_does_not_matter(sharded):
-    """Placement on one device, or on another set of as many, does not enter the key: replicas share answers."""
+    """The identity of devices is not part of the key, only their number, so replicas share answers."""
     here = call_key(ex.call(jnp.zeros((8, 8))), ex.KERNEL)
     assert sharded("device 0") == sharded("device 5") == here
     assert sharded("mesh 4") == sharded("mesh 4 on the upper half")
@@ -262,7 +262,7 @@ def test_which_of_equal_devices_a_call_runs_on_does_not_matter(sharded):
 
 
 def test_a_mesh_of_one_device_is_a_single_device():
-    """However the placement on one device was spelt, the call is the same."""
+    """All spellings of the placement on one device make the same call."""
     x = jnp.zeros((8, 8))
     mesh = ex.mesh_of(1)
     assert key(jax.device_put(x, NamedSharding(mesh, P("x")))) == key(x)
@@ -294,13 +294,13 @@ def test_an_explicit_mesh_of_one_device_has_keys():
     ids=["mesh", "sharding", "shape", "joined", "unconstrained", "unreduced", "reduced"],
 )
 def test_abstract_meshes_and_specs_have_keys(one, other):
-    """A mesh without devices and every spec that JAX can write are values like any other."""
+    """Meshes without devices and all specs are values."""
     assert key(one()) == key(one())
     assert key(one()) != key(other())
 
 
 def test_how_a_call_is_mapped_is_part_of_it():
-    """Method, mesh, specs, check_vma and batch axes each make another call, in the signature as in the key."""
+    """Method, mesh, specs, check_vma and batch axes each change the signature and the key."""
     mesh = ex.mesh_of(1)
     plain = Invocation("k", (jnp.zeros(8),), {})
     mapped = dataclasses.replace(plain, method="shard_map", mesh=mesh, in_specs=(P("x"),), out_specs=P("x"))
@@ -321,7 +321,7 @@ def test_how_a_call_is_mapped_is_part_of_it():
 
 
 def test_a_key_ignores_what_does_not_change_the_answer():
-    """An override and the stamp say how to answer; they are not part of the call."""
+    """An override and the stamp are not part of the call."""
     plain = Invocation("k", (1,), {})
     for other in (dataclasses.replace(plain, override_cfg=Blocks(1)), dataclasses.replace(plain, stamp=False)):
         assert call_key(other, KERNEL) == call_key(plain, KERNEL)

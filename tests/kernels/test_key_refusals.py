@@ -45,7 +45,7 @@ UNSTABLE = {
 
 @pytest.mark.parametrize("make", UNSTABLE.values(), ids=UNSTABLE)
 def test_an_object_without_a_stable_identity_is_refused_by_name(make):
-    """What another process could not recognise is refused: the error names the argument and the way out."""
+    """The error names the argument and the fix."""
     with pytest.raises(UnstableKeyError, match=r"kwargs\['mask_fn'\]") as caught:
         resolve(Invocation("k", (jnp.zeros(2),), {"mask_fn": make()}))
     assert caught.value.argument.startswith("kwargs['mask_fn']")
@@ -76,7 +76,7 @@ def test_an_object_without_a_stable_identity_is_refused_by_name(make):
     ],
 )
 def test_a_refusal_carries_the_whole_path_of_the_argument(args, kwargs, path):
-    """The error points at the one object that is to blame, however deep, in the user's own terms."""
+    """The error names the object, at any depth, in Python syntax."""
     with pytest.raises(UnstableKeyError) as caught:
         resolve(Invocation("k", args, kwargs))
     assert caught.value.argument == path
@@ -85,7 +85,7 @@ def test_a_refusal_carries_the_whole_path_of_the_argument(args, kwargs, path):
 
 @pytest.mark.parametrize("field", ["mesh", "in_specs", "out_specs", "batch_axes"])
 def test_a_refusal_names_the_field_of_the_call(field):
-    """What describes the call rather than the arguments is named as such."""
+    """Options of the call are named as such."""
     with pytest.raises(UnstableKeyError) as caught:
         resolve(Invocation("k", (), {}, method="shard_map", **{field: ex.Opaque()}))
     assert caught.value.argument == field
@@ -111,8 +111,8 @@ def _deep_list() -> list[Any]:
 
 
 @pytest.mark.parametrize("make", [_endless_list, _endless_dict, _deep_list])
-def test_a_structure_without_end_is_refused(make):
-    """JAX cannot take a list that contains itself, so it is a clear error, not a stack overflow."""
+def test_an_infinite_structure_is_refused(make):
+    """JAX does not accept a list that contains itself: a clear error, and not a stack overflow."""
     for ask in (resolve, call_key):
         with pytest.raises(InvalidRequestError, match=r"args\[0\]"):
             ask(Invocation("k", (make(),), {}), KERNEL)
@@ -131,7 +131,7 @@ def test_a_cycle_through_a_constant_ends():
 
 
 def test_a_dataclass_field_that_was_never_set_is_refused_or_counted():
-    """A half-made dataclass ends in an answer of ours, not in an AttributeError."""
+    """An incomplete dataclass does not raise AttributeError."""
 
     @dataclasses.dataclass
     class Half:
@@ -142,8 +142,8 @@ def test_a_dataclass_field_that_was_never_set_is_refused_or_counted():
     assert sharing(half, whole) == 0
 
 
-def test_a_mapping_with_keys_that_do_not_compare_has_a_key():
-    """JAX sorts the keys of a defaultdict; where they cannot be sorted there is still a key, or a clear refusal."""
+def test_a_mapping_with_keys_that_cannot_be_sorted_has_a_key():
+    """JAX sorts the keys of a defaultdict; if that fails there is still a key, or a clear refusal."""
     one = collections.defaultdict(int, {1: 1, "a": 2})
     other = collections.defaultdict(int, {1: 1, "a": 3})
     assert sharing(one, other) == 0

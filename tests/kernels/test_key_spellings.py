@@ -1,4 +1,4 @@
-"""What one program is spelt like, and what makes another of it."""
+"""Different spellings of one program share a key, and different programs do not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key(*args: Any) -> str:
 
 @pytest.mark.parametrize(("one", "other"), [(P("x"), P("x", None)), (P(("x",)), P("x")), (P(), P(None, None))])
 def test_specs_that_mean_the_same_share_a_key(one: Any, other: Any) -> None:
-    """JAX shards by both alike."""
+    """JAX shards by both in the same way."""
     assert key(one) == key(other)
     assert key(P("x")) != key(P(None, "x"))
     assert key(P(("x", "y"))) != key(P("x", "y"))
@@ -40,7 +40,7 @@ def test_a_scalar_type_of_jax_is_its_dtype(name: str) -> None:
 
 
 def test_a_type_that_names_no_dtype_is_a_class_like_any_other() -> None:
-    """NumPy's abstract types stand for many, and a subclass for itself."""
+    """NumPy's abstract types and a user's subclass are no dtypes."""
 
     class Mine(np.float64):
         pass
@@ -49,7 +49,7 @@ def test_a_type_that_names_no_dtype_is_a_class_like_any_other() -> None:
 
 
 def test_arrays_in_another_memory_of_one_device_have_another_key() -> None:
-    """Where an array lives is part of its program; the device's own memory needs no mention."""
+    """An array's memory is part of its program; the device's default memory is not named in the key."""
     device = jax.devices()[0]
     own = device.default_memory().kind
     others = [memory.kind for memory in device.addressable_memories() if memory.kind != own]
@@ -61,15 +61,15 @@ def test_arrays_in_another_memory_of_one_device_have_another_key() -> None:
 
 
 def settings_key(setting: Any, *args: Any) -> tuple[str, Any]:
-    """Return the key of a call, and what the memo of a process knows it by."""
+    """Return the key and the signature of a call."""
     with setting:
         inv = Invocation("k", args, {})
         return call_key(inv, KERNEL), signature(inv, KERNEL)
 
 
 @pytest.mark.parametrize("setting", [lambda: jax.default_prng_impl("rbg"), lambda: jax.threefry_partitionable(False)])
-def test_how_random_numbers_are_made_is_part_of_the_key(setting: Any) -> None:
-    """It changes the program of whatever draws some. JAX's default needs no mention."""
+def test_the_random_number_generator_is_part_of_the_key(setting: Any) -> None:
+    """It changes programs that draw random numbers. JAX's default is not named in the key."""
     x = np.zeros(3, np.float32)
     usual = settings_key(nullcontext(), x)
     other = settings_key(setting(), x)
@@ -83,7 +83,7 @@ def no_mesh() -> Any:
 
 
 def test_an_empty_mesh_counts_as_none() -> None:
-    """Both make one program, in whichever order they come."""
+    """Both make the same program, in either order."""
     x = np.zeros(3, np.float32)
     for setting in (nullcontext(), no_mesh(), nullcontext()):
         assert settings_key(setting, x) == settings_key(nullcontext(), x)
@@ -103,7 +103,7 @@ NUMBERS = [np.int32, np.float32, np.float64, np.bool_, np.complex64, jnp.dtype("
 
 @pytest.mark.parametrize("kind", NUMBERS, ids=lambda kind: kind.__name__)
 def test_a_numpy_scalar_is_an_array_of_no_dimensions(kind: Any) -> None:
-    """As for `jax.jit`. Every step of a loop has one key, whichever library made its number."""
+    """As for `jax.jit`: every step of a loop has one key, with NumPy's numbers as with JAX's."""
     assert key(kind(1)) == key(kind(0)) == key(np.array(1, kind)) == key(jnp.asarray(kind(1)))
     assert key(kind(1)) != key(1)
     memo = KeyMemo()
@@ -112,7 +112,7 @@ def test_a_numpy_scalar_is_an_array_of_no_dimensions(kind: Any) -> None:
 
 
 def test_text_and_dates_of_numpy_are_constants() -> None:
-    """JAX has no arrays of them."""
+    """JAX has no arrays of these types."""
     assert key(np.str_("a")) != key(np.str_("b"))
     assert key(np.datetime64("2026-01-01")) != key(np.datetime64("2026-01-02"))
     assert key(1) != key(2)
@@ -121,7 +121,7 @@ def test_text_and_dates_of_numpy_are_constants() -> None:
 
 @pytest.mark.anyio
 async def test_a_numpy_scalar_is_traced_once_by_an_executor() -> None:
-    """One program serves all its values."""
+    """One program serves all values."""
     traced = []
 
     @kernel(op_id="stepped", configs=[1], heuristic=1)
@@ -138,7 +138,7 @@ async def test_a_numpy_scalar_is_traced_once_by_an_executor() -> None:
 
 @pytest.mark.anyio
 async def test_an_executor_draws_the_random_numbers_that_its_caller_would_draw() -> None:
-    """JAX keeps by thread how they are made; the kernel's first run is in another thread."""
+    """JAX keeps the generator setting per thread, and the kernel's first run is in another thread."""
 
     @kernel(op_id="drawing", configs=[1], heuristic=1)
     def drawing(x: Any, *, cfg: int) -> Any:
@@ -154,7 +154,7 @@ async def test_an_executor_draws_the_random_numbers_that_its_caller_would_draw()
 
 
 class Streams:
-    """Has whatever attribute it is asked for, as flax's `nnx.Rngs` has, and counts."""
+    """Has every attribute, like flax's `nnx.Rngs`, and counts the look-ups."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -173,8 +173,8 @@ class Streams:
 jax.tree_util.register_pytree_node(Streams, lambda s: ((), s.__dict__["count"]), lambda aux, _: Streams())
 
 
-def test_an_object_that_answers_to_any_name_is_not_called() -> None:
-    """Looking for an array's attributes must not draw random numbers."""
+def test_an_object_with_every_attribute_is_not_called() -> None:
+    """Checking for an array's attributes must not draw random numbers."""
     streams = Streams()
     known = KeyMemo().resolve(Invocation("k", (streams,), {}), KERNEL)
     assert streams.__dict__["count"] == 0
@@ -182,14 +182,14 @@ def test_an_object_that_answers_to_any_name_is_not_called() -> None:
 
 
 class Touchy:
-    """Does not bear to be asked for what it does not have."""
+    """Raises when a missing attribute is looked up."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"asked for {name}")
 
 
 def test_an_object_that_raises_on_inspection_is_refused_like_any_other() -> None:
-    """As an argument; a kernel may have such an attribute."""
+    """As an argument. A kernel may have one as an attribute."""
     with pytest.raises(UnstableKeyError, match="Touchy"):
         KeyMemo().resolve(Invocation("k", (Touchy(),), {}), KERNEL)
     touchy = Kernel[Any, Any]("k")

@@ -79,7 +79,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_constants_that_compare_equal_stay_apart_wherever_they_are(place):
+def test_constants_that_compare_equal_differ_by_type_at_any_depth(place):
     """A constant counts by type and value, at any depth: 1, True and 1.0 are three calls."""
     calls = [place(value) for value in ALIKE.values()]
     assert len({key(*args, **kwargs) for args, kwargs in calls}) == len(ALIKE)
@@ -87,7 +87,7 @@ def test_constants_that_compare_equal_stay_apart_wherever_they_are(place):
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_equal_constants_share_a_key_wherever_they_are(place):
+def test_equal_constants_share_a_key_at_any_depth(place):
     """The same value made twice is one call, NaN included."""
 
     def made(nan: str) -> Any:
@@ -103,7 +103,7 @@ def test_equal_constants_share_a_key_wherever_they_are(place):
     [lambda k: {k: 0}, lambda k: {(k,): 0}, lambda k: frozenset({k}), lambda k: {k}, lambda k: {"d": {k: 0}}],
     ids=["dict key", "tuple in a dict key", "frozenset", "set", "nested dict key"],
 )
-def test_hashable_constants_stay_apart_as_keys_and_members(wrap):
+def test_hashable_constants_differ_by_type_as_keys_and_members(wrap):
     """A dict key or a member of a set counts by type and value too, though Python's own dict merges them."""
     hashable = [value for value in ALIKE.values() if not isinstance(value, list | dict | set)]
     assert len({key(wrap(value)) for value in hashable}) == len(hashable)
@@ -111,14 +111,14 @@ def test_hashable_constants_stay_apart_as_keys_and_members(wrap):
 
 
 def test_positional_and_keyword_arguments_are_different_calls():
-    """Where an argument stands is part of the call."""
+    """The position of an argument is part of the call."""
     calls = [((1, 2), {}), ((1,), {"b": 2}), ((), {"a": 1, "b": 2}), (((1, 2),), {}), (({"a": 1, "b": 2},), {})]
     assert len({key(*args, **kwargs) for args, kwargs in calls}) == len(calls)
     assert len({sig(*args, **kwargs) for args, kwargs in calls}) == len(calls)
 
 
 def test_the_order_of_keywords_and_of_dict_entries_does_not_matter():
-    """Insertion order is how a dict was made, not what it says."""
+    """Insertion order is not part of a dict's value."""
     assert key(a=1, b={"x": 1, "y": 2}) == key(b={"y": 2, "x": 1}, a=1)
     one, other = (collections.defaultdict(int, items) for items in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
     assert key(one) == key(other)
@@ -127,12 +127,12 @@ def test_the_order_of_keywords_and_of_dict_entries_does_not_matter():
 
 
 def test_the_order_of_an_ordered_dict_matters():
-    """An OrderedDict of another order is another value, and another pytree."""
+    """An OrderedDict in another order is another value, and another pytree."""
     assert sharing(collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)) == 0
 
 
-def test_text_cannot_reach_across_fields():
-    """No separator can be forged: '|' and quotes inside a field stay inside it."""
+def test_text_with_separators_stays_in_its_field():
+    """Separators and quotes inside a field are escaped."""
     calls = [("a|b", "c"), ("a", "b|c"), ("a|b|c",), ("a", "b", "c"), ("a', 'b", "c"), ("a,b", "c"), ("a\x00b", "c")]
     assert len({key(*args) for args in calls}) == len(calls)
     assert key({"a|b": "c"}) != key({"a": "b|c"})
@@ -161,14 +161,14 @@ def test_an_integer_of_any_length_has_a_key(size):
     ],
 )
 def test_dtypes_and_other_types_as_keywords_count_by_name(one, other):
-    """Which dtype a kernel was asked for is part of the call (ejKernel's defect 11)."""
+    """A dtype argument is part of the call (ejKernel's defect 11)."""
     assert key(**one) == key(**one)
     assert key(**one) != key(**other)
 
 
 @pytest.mark.parametrize("array_type", [jax.Array, np.ndarray, FakeArray])
 def test_an_array_type_is_a_constant_and_not_an_array(array_type):
-    """A class has the attributes of its instances, but is not an instance."""
+    """An array class has the attributes of an array, but is a constant."""
     assert key(array_type) == key(array_type)
     assert resolve(Invocation("k", (array_type,), {})).key.device == device_fingerprint()
 
@@ -179,7 +179,7 @@ SMALL = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int4]
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *SMALL], ids=lambda dtype: jnp.dtype(dtype).name)
 @pytest.mark.parametrize("shape", [(), (8, 128)], ids=str)
-def test_an_array_counts_by_its_aval_however_it_is_given(dtype, shape):
+def test_all_kinds_of_arrays_count_by_their_aval(dtype, shape):
     """A JAX array, a numpy array, a ShapeDtypeStruct and a tracer of one aval are one call."""
     x = jnp.zeros(shape, dtype)
     expected = key(x)
@@ -190,7 +190,7 @@ def test_an_array_counts_by_its_aval_however_it_is_given(dtype, shape):
 
 
 def test_arrays_count_the_same_inside_any_pytree():
-    """Lists, tuples, dicts, namedtuples, registered nodes and dataclasses carry arrays, not constants."""
+    """In lists, tuples, dicts, namedtuples, registered nodes and dataclasses."""
     x = jnp.zeros(3)
     trees = [
         lambda v: [v],
@@ -211,7 +211,7 @@ def test_arrays_count_the_same_inside_any_pytree():
 
 
 def test_shapes_dtypes_and_weak_types_differ():
-    """Each part of an aval makes another call, in the signature as in the key."""
+    """Each part of an aval changes the signature and the key."""
     arrays = [jnp.zeros(shape) for shape in ((), (1,), (8,), (1, 8), (8, 1), (0,), (0, 8))]
     arrays += [jnp.zeros(8, dtype) for dtype in [*DTYPES, *SMALL] if dtype is not jnp.float32]
     arrays += [jnp.asarray(1.0), jnp.asarray(1), jnp.asarray(1, jnp.int32), jnp.full((8,), 2.0)]
@@ -220,7 +220,7 @@ def test_shapes_dtypes_and_weak_types_differ():
 
 
 def test_weak_types_differ_in_shapes_and_tracers_too():
-    """A weakly typed argument compiles to another program, however it is given."""
+    """A weakly typed argument compiles to another program."""
     weak, strong = jnp.asarray(1.0), jnp.asarray(1.0, jnp.float32)
     assert key(jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)) == key(weak) == during_trace(key, weak)
     assert key(jax.ShapeDtypeStruct((), jnp.float32)) == key(strong) == during_trace(key, strong)
@@ -228,13 +228,13 @@ def test_weak_types_differ_in_shapes_and_tracers_too():
 
 
 def test_a_shape_of_numpy_integers_is_the_same_shape():
-    """A size computed with numpy is the size."""
+    """A size computed with NumPy is an ordinary size."""
     assert key(jax.ShapeDtypeStruct((np.int64(8), 2), jnp.float32)) == key(jnp.zeros((8, 2)))
     assert key(H100.array((np.int64(8), 2))) == key(H100.array((8, 2)))
 
 
 def test_numpy_arrays_count_by_the_dtype_jax_will_give_them():
-    """float64 input becomes float32 unless x64 is on, and so does its key."""
+    """float64 becomes float32 unless x64 is on, in the program as in the key."""
     wide, narrow = np.zeros(3, np.float64), np.zeros(3, np.float32)
     assert key(wide) == key(narrow) == key(jax.ShapeDtypeStruct((3,), np.float64))
     with jax.enable_x64(True):
@@ -242,8 +242,8 @@ def test_numpy_arrays_count_by_the_dtype_jax_will_give_them():
         assert key(wide) == key(jnp.zeros(3, jnp.float64))
 
 
-def test_the_contents_of_an_argument_do_not_count_but_those_of_a_constant_do():
-    """An array is what the kernel runs on; one captured by a function is part of the function."""
+def test_contents_count_for_captured_arrays_only():
+    """An array argument is data; a captured array is part of the function."""
     assert key(jnp.zeros(3)) == key(jnp.ones(3))
     assert key(captured(jnp.zeros(3))) == key(captured(np.zeros(3, np.float32)))
     assert (
@@ -282,14 +282,14 @@ def test_random_keys_are_arrays():
     ids=lambda array: str(array.dtype),
 )
 def test_unusual_numpy_arrays_have_keys(array):
-    """What JAX could not take as an argument is a constant; none of it ends in a stray TypeError."""
+    """Arrays that JAX does not accept are constants, and do not raise TypeError."""
     assert key(array) == key(array.copy())
     assert key(array) != key(np.zeros(3, array.dtype))
     assert key(array) != key(np.zeros(2, np.float32))
 
 
 def test_a_custom_node_may_have_a_fields_attribute_of_its_own():
-    """Only namedtuples name their children in `_fields`; elsewhere it is somebody's private attribute."""
+    """Only namedtuples name their children in `_fields`; elsewhere it is a private attribute."""
 
     class Table:
         _fields = ("id", "name", "age")
@@ -333,18 +333,18 @@ def test_settings_that_change_the_program_change_the_key():
     ids=["argument", "pytree", "registered dataclass", "partial", "closure", "dataclass", "closure over a dataclass"],
 )
 def test_a_call_that_holds_a_tracer_is_traced(hide):
-    """Nothing is ever measured with tracers, so a call knows of each of them, wherever it hides."""
+    """Nothing is measured with tracers, so they are found at any depth."""
     assert during_trace(lambda x: resolve(Invocation("k", (hide(x),), {})).traced, jnp.zeros(3)) is True
 
 
 def test_a_call_without_tracers_is_not_traced_even_while_jax_traces():
-    """Constants and concrete arrays can be measured wherever they are met."""
+    """Constants and concrete arrays can be measured even then."""
     x = jnp.zeros(3)
     assert during_trace(lambda _: resolve(Invocation("k", (x, 1), {})).traced, x) is False
 
 
 def test_traced_and_eager_calls_share_a_key_but_not_their_resolution():
-    """They have one answer; only one of them can be measured."""
+    """They share an answer, but only the eager call can be measured."""
     memo, x = KeyMemo(), jnp.zeros(3)
     eager = memo.resolve(Invocation("k", (x,), {}), KERNEL)
     traced = during_trace(lambda y: memo.resolve(Invocation("k", (y,), {}), KERNEL), x)

@@ -18,7 +18,7 @@ from asel.runtime.bounded_memo import BoundedMemo
 
 
 def test_a_cache_key_is_a_plain_tuple():
-    """A user may write the tuple wherever asel gives the key."""
+    """A user may write the tuple instead of the key."""
     found = CacheKey("dev", "op@v1", "abc")
     assert found == ("dev", "op@v1", "abc")
     assert {found: 1}[("dev", "op@v1", "abc")] == 1
@@ -26,7 +26,7 @@ def test_a_cache_key_is_a_plain_tuple():
 
 
 def test_an_operation_carries_its_version():
-    """What was tuned for another version of the kernel does not apply."""
+    """Configs tuned for another version of the kernel do not apply."""
     newer = Toy()
     newer.version = "2"
     assert [resolve(CALL, toy).key.op_id for toy in (Toy(), newer, Kernel("toy"))] == ["toy@v1", "toy@v2", "toy@v0"]
@@ -34,7 +34,7 @@ def test_an_operation_carries_its_version():
 
 
 def test_a_key_belongs_to_the_device_the_arguments_live_on():
-    """The hardware in the key is the one the call would run on, in a pytree as at the top."""
+    """The key names the hardware that the call would run on, also for arrays inside pytrees."""
     on_h100, on_a100 = (resolve(Invocation("toy", ({"q": [dev.array((8,))]},), {}), Toy()) for dev in (H100, A100))
     assert on_h100.key.device == device_fingerprint(H100)
     assert on_a100.key.device == device_fingerprint(A100)
@@ -58,7 +58,7 @@ class _Counting(Toy):
         return [Blocks(1), Blocks(2)]
 
 
-def test_each_new_signature_is_worked_out_once():
+def test_each_new_signature_is_resolved_once():
     """Candidates are a pure function of the signature, so equal calls share one resolution."""
     memo, kernel = KeyMemo(), _Counting()
     first = memo.resolve(Invocation("toy", (jnp.zeros(3), 1), {"a": {"b": 1}}), kernel)
@@ -71,7 +71,7 @@ def test_each_new_signature_is_worked_out_once():
 
 
 def test_arrays_with_equal_shardings_are_one_call():
-    """JAX makes a sharding object for each source of arrays; equal ones are equal, in any mixture."""
+    """JAX makes many sharding objects; equal ones count as the same."""
     fresh, doubled = jnp.zeros(2), jax.jit(lambda x: x * 2)(jnp.zeros(2))
     moved = jax.device_put(np.zeros(2, np.float32), jax.devices()[0])
     memo, kernel = KeyMemo(), _Counting()
@@ -92,7 +92,7 @@ def test_arrays_that_were_put_on_a_device_are_recognised_without_comparing_shard
     assert kernel.asked == ["heuristic"]
 
 
-def test_a_kernel_made_per_call_is_still_right():
+def test_a_kernel_made_per_call_gets_its_own_candidates():
     """A new kernel at an old one's address never gets the old one's candidates."""
     memo = KeyMemo(max_entries=4)
     for n in range(2, 50):
@@ -103,7 +103,7 @@ def test_a_kernel_made_per_call_is_still_right():
 
 
 def test_the_memo_is_bounded():
-    """However many signatures pass by, only a bounded number is kept alive."""
+    """Only a bounded number of signatures is kept alive."""
     memo = KeyMemo(max_entries=8)
     for n in range(100):
         memo.resolve(Invocation("toy", (n,), {}), Toy())
@@ -112,7 +112,7 @@ def test_the_memo_is_bounded():
 
 @pytest.mark.parametrize("bound", [2, 3, 8])
 def test_a_memo_keeps_recently_used_entries(bound):
-    """An entry in use survives any number of newcomers; the memo never outgrows its bound."""
+    """An entry in use survives any number of new ones, and the memo stays within its bound."""
     memo: BoundedMemo[str] = BoundedMemo(bound)
     for n in range(10 * bound):
         memo.put(n, str(n))

@@ -17,7 +17,7 @@ from asel.kernels.signature import signature
 
 
 class _Sample:
-    """An array with a name, so that a structure of them prints faithfully."""
+    """An array whose `repr` has its name."""
 
     def __init__(self, name: str, array: Any) -> None:
         self.name, self.array = name, array
@@ -62,7 +62,7 @@ calls = st.tuples(
 
 
 def _rebuilt(value: Any, leaf: Any, in_order: bool) -> Any:
-    """Return a copy of the structure with `leaf` applied, dict entries in a canonical order if asked for."""
+    """Return a copy of the structure with `leaf` applied, optionally with sorted dicts."""
     again = functools.partial(_rebuilt, leaf=leaf, in_order=in_order)
     if type(value) is dict:
         items = sorted(value.items(), key=lambda item: repr(item[0])) if in_order else value.items()
@@ -81,7 +81,7 @@ def _arrays(value: Any, in_order: bool = False) -> Any:
 
 
 def _faithful(value: Any) -> str:
-    """Print a structure so that two print alike exactly when they are the same call: the model to compare with."""
+    """Return text that is equal exactly for structures that are the same call: the model to compare with."""
     if type(value) is dict:
         return "{" + ", ".join(sorted(f"{name!r}: {_faithful(item)}" for name, item in value.items())) + "}"
     if type(value) in (list, tuple, ex.Pair):
@@ -96,7 +96,7 @@ CONFUSABLE = [[1, True, 1.0, 1j, "1"], [0, False, 0.0, -0.0], ["", b"", None, ()
 
 @st.composite
 def pairs(draw):
-    """Two calls: unrelated, or the second made from the first by exchanging some leaves for ones that look alike."""
+    """Two calls: unrelated, or the second with some leaves replaced by similar ones."""
     one = draw(calls)
     if draw(st.booleans()):
         return one, draw(calls)
@@ -148,6 +148,6 @@ def test_a_call_made_again_has_the_same_key_in_any_dict_order(call, random):
 
 
 def test_every_signature_is_hashable():
-    """The signature indexes a dict, so whatever has a key has a hashable signature."""
+    """Signatures are dict keys, so every call with a key has a hashable one."""
     signatures = [signature(make(), ex.KERNEL) for make in ex.EXAMPLES.values()]
     assert len(set(signatures)) == len(ex.EXAMPLES)

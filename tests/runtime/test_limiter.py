@@ -37,8 +37,8 @@ async def test_no_more_tasks_than_the_limit_run(limit):
     assert rounds[0] == rounds[1]
 
 
-async def test_a_cancelled_task_takes_no_room():
-    """Whether it was cancelled before it was admitted, in that moment, or after."""
+async def test_a_cancelled_task_frees_its_slot():
+    """A cancelled task frees its slot, whether it was waiting, just admitted or already running."""
     limiter, chance = Limiter(2), random.Random(3)
 
     async def one(patience_s: float, works_s: float) -> None:
@@ -56,7 +56,7 @@ async def test_a_cancelled_task_takes_no_room():
 
 
 async def test_one_object_serves_several_event_loops_at_once():
-    """Each has the whole number: nobody waits for a task of another loop, which could not wake it."""
+    """Each loop has the full limit: a task of another loop could not wake this one's."""
     limiter, first_has_it, second_is_done = Limiter(1), threading.Event(), threading.Event()
 
     async def first():
@@ -85,7 +85,7 @@ async def test_one_object_serves_several_event_loops_at_once():
 
 
 async def test_one_object_serves_one_event_loop_after_another():
-    """A chain is made before there is a loop, and can be used in several."""
+    """A selector may be made before any loop runs, and used in several."""
     limiter = Limiter(1)
 
     async def use() -> None:

@@ -1,4 +1,4 @@
-"""A handle on an event loop, by which other threads call back."""
+"""`LoopHandle`: an event loop's clock, and calls into the loop from other threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_posted_call_runs_on_the_loop_in_the_posters_context(real_backend):
 
 
 def test_posted_calls_keep_their_order(real_backend):
-    """What one thread posts is called in the order in which it was posted."""
+    """The calls that one thread posts run in the order in which it posted them."""
 
     async def main():
         loop, called, finished = LoopHandle(), [], anyio.Event()
@@ -69,7 +69,7 @@ def test_a_call_posted_to_a_loop_that_ended_is_refused(real_backend):
 
 @pytest.mark.anyio
 async def test_a_handle_knows_the_time_of_its_loop():
-    """Every moment in an event is on the axis of the loop's own clock, a virtual one included."""
+    """Events are timed by the loop's own clock, virtual or not."""
     loop = LoopHandle()
     start = loop.now()
     assert start == anyio.current_time()

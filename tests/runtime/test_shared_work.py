@@ -29,7 +29,7 @@ async def test_every_waiter_gets_the_result():
     assert pending.waiters == 0
 
 
-async def test_every_waiter_raises_a_copy_of_its_own():
+async def test_every_waiter_raises_its_own_copy_of_the_error():
     """An error has one traceback, so each waiter gets its own copy, with the original as its cause."""
     pending = Shared()
     original = TuningError("all failed", outcomes=(1, 2))
@@ -46,7 +46,7 @@ async def test_every_waiter_raises_a_copy_of_its_own():
 
 
 async def test_it_ends_once():
-    """The first end counts; what comes later changes nothing."""
+    """The first result or error counts; later ones change nothing."""
     pending = Shared()
     pending.succeed(1)
     pending.fail(ValueError("late"))
@@ -55,7 +55,7 @@ async def test_it_ends_once():
 
 
 async def test_the_next_waiter_carries_on_when_the_carrier_is_cancelled():
-    """Work that nobody owns is done by one waiter at a time, and passes on until it is done."""
+    """Shared work is done by one waiter at a time, and passes from waiter to waiter until it is done."""
     pending, carriers, results = Shared(), [], []
 
     async def wait(scope):

@@ -1,4 +1,4 @@
-"""A task group that any task may open and any other close."""
+"""A task group that one task opens and any other may close."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_resources_outlive_the_tasks_that_need_them():
-    """Tasks end first; the caller that closes may work on before the resources are closed."""
+    """Tasks end first; the closing caller may do more work before the resources are closed."""
     steps = []
 
     @asynccontextmanager
@@ -39,7 +39,7 @@ async def test_resources_outlive_the_tasks_that_need_them():
 
 
 async def test_a_task_that_fails_ends_the_others_and_fails_the_close():
-    """One error comes out as itself, and the loop lives on."""
+    """A single error is raised without its group, and the event loop goes on."""
 
     async def fail():
         raise KeyError("a defect")
@@ -74,7 +74,7 @@ async def test_a_resource_that_hangs_is_cancelled():
 
 @pytest.mark.parametrize("ends", ["raises", "is cancelled"])
 async def test_a_group_that_is_not_opened_leaves_nothing_open(ends):
-    """Whatever keeps it from opening, what was opened before is closed."""
+    """If opening fails or is cancelled, the resources that are already open are closed."""
     open_now = []
 
     @asynccontextmanager

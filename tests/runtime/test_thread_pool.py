@@ -1,4 +1,4 @@
-"""The threads that steps run in: used again, ended, killed, and replaced. Real threads, ordered by gates."""
+"""The thread pool: threads that are reused, ended, killed and replaced. Real threads, ordered by gates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from asel.runtime.loop import LoopHandle
 from asel.runtime.threads import _Step, _ThreadPool, run_in_thread
 
 
-def test_a_thread_is_used_again_and_ends_when_idle(real_backend):
-    """One step after the other is one thread; two at once are two; and none is kept for long."""
+def test_a_thread_is_reused_and_ends_when_idle(real_backend):
+    """Consecutive steps share a thread, concurrent steps have one each, and idle threads end soon."""
 
     async def main():
         first = await run_in_thread("one", threading.current_thread)
@@ -43,8 +43,8 @@ def test_a_thread_is_used_again_and_ends_when_idle(real_backend):
     assert not thread.is_alive()
 
 
-def test_a_thread_that_was_left_behind_is_used_again_only_once_it_is_back(real_backend):
-    """The next caller does not wait behind a step that hangs."""
+def test_an_abandoned_thread_is_reused_only_after_its_step_ends(real_backend):
+    """A hanging step does not delay the next caller."""
 
     async def main():
         with Gate() as gate:
@@ -61,8 +61,8 @@ class Big:
 
 
 @pytest.mark.parametrize("held_by", ["the work", "the description"])
-def test_a_step_drops_what_it_held_before_its_end_is_reported(held_by, real_backend):
-    """Of a step that was left behind only a text remains: not its work, nor the function that described it."""
+def test_a_step_drops_its_references_before_its_end_is_reported(held_by, real_backend):
+    """An abandoned step keeps only its description as text: neither its work nor the function that described it."""
     gate, left_behind = Gate(), []
 
     async def main():
@@ -93,7 +93,7 @@ class Outage(Exception):
 
 
 def test_an_idle_thread_keeps_nothing(real_backend, monkeypatch):
-    """Neither what its last step returned nor what that raised."""
+    """An idle thread holds neither the result nor the error of its last step."""
     monkeypatch.setattr(threads, "_pool", _ThreadPool(patience_s=PATIENCE_S))
 
     def fail():
@@ -118,7 +118,7 @@ def test_an_idle_thread_keeps_nothing(real_backend, monkeypatch):
 
 
 def test_an_idle_thread_is_not_the_last_to_hold_its_result(real_backend, monkeypatch):
-    """A program that ends waits for busy threads alone, and JAX brings it down where another then drops an array."""
+    """An exiting program waits only for busy threads; an idle one that then freed a JAX array would crash it."""
     notified, notify = threading.Event(), _Step.notify_waiters
 
     def notify_and_stay(step):
@@ -142,7 +142,7 @@ def test_an_idle_thread_is_not_the_last_to_hold_its_result(real_backend, monkeyp
 
 
 class _Slow:
-    """A lock that its first holder, once it has it, keeps for as long as another needs to come and wait for it."""
+    """A lock whose first holder keeps it until another thread waits for it."""
 
     def __init__(self, seconds):
         self._lock, self._left_s = threading.Lock(), seconds
@@ -156,8 +156,8 @@ class _Slow:
         self._lock.release()
 
 
-def test_a_step_handed_over_as_a_thread_is_about_to_end_is_done():
-    """The thread has lost patience when it is taken from among the idle: it does that step before it ends."""
+def test_a_step_handed_to_an_ending_thread_is_done():
+    """A thread that is taken from the idle ones just as it times out runs the step before it ends."""
     pool = _ThreadPool(patience_s=0.1)
 
     def do(what):
@@ -175,8 +175,8 @@ def test_a_step_handed_over_as_a_thread_is_about_to_end_is_done():
     assert (pool.idle, pool.busy) == ([], set())
 
 
-def test_steps_are_done_whenever_threads_end(real_backend, monkeypatch):
-    """Threads that end about as fast as steps come: every step is done, once, and no thread is left."""
+def test_every_step_runs_once_while_threads_come_and_go(real_backend, monkeypatch):
+    """Even if threads time out as fast as steps arrive, every step runs once and no thread is left."""
     pool = _ThreadPool(patience_s=0.001)
     monkeypatch.setattr(threads, "_pool", pool)
     done = []
@@ -198,12 +198,12 @@ def test_steps_are_done_whenever_threads_end(real_backend, monkeypatch):
 
 
 def _throw_into(thread):
-    """Do what libraries that time functions out do: raise an exception in another thread."""
+    """Raise an exception in another thread, as libraries with function timeouts do."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
 
 
 def test_an_idle_thread_that_is_killed_is_replaced(real_backend, monkeypatch):
-    """An exception thrown into a thread too late finds it idle: it ends, and the next step has another thread."""
+    """If an exception raised from outside comes late and hits an idle thread, the next step gets another thread."""
     pool, ended = _ThreadPool(patience_s=0.02), []
     monkeypatch.setattr(threads, "_pool", pool)
     monkeypatch.setattr(threading, "excepthook", ended.append)
@@ -221,7 +221,7 @@ def test_an_idle_thread_that_is_killed_is_replaced(real_backend, monkeypatch):
 
 
 def test_a_thread_that_is_killed_leaves_its_next_step_to_another(real_backend, monkeypatch):
-    """What it was handed before it could end is done all the same."""
+    """A step that was already handed to a killed thread still runs."""
     pool, ended = _ThreadPool(), []
     monkeypatch.setattr(threads, "_pool", pool)
     monkeypatch.setattr(threading, "excepthook", ended.append)
@@ -238,7 +238,7 @@ def test_a_thread_that_is_killed_leaves_its_next_step_to_another(real_backend, m
 
 
 def _striking(method):
-    """Return a method that is struck by an exception from outside, the first time it is called."""
+    """Return a method that is interrupted by an exception from outside on its first call."""
     blows = [KeyboardInterrupt]
 
     def struck(self):
@@ -252,8 +252,8 @@ def _striking(method):
 @pytest.mark.parametrize(
     ("owner", "moment"), [(_Step, "run"), (threads._PoolThread, "_rest"), (_Step, "notify_waiters")]
 )
-def test_a_thread_that_is_killed_at_its_step_reports_the_end(real_backend, monkeypatch, owner, moment):
-    """The waiter gets the result if there is one, or else an error; the thread is gone from the pool."""
+def test_a_thread_killed_during_its_step_reports_the_end(real_backend, monkeypatch, owner, moment):
+    """The waiter gets the result or an error, and the thread leaves the pool."""
     pool, ended = _ThreadPool(), queue.SimpleQueue()
     monkeypatch.setattr(threads, "_pool", pool)
     monkeypatch.setattr(threading, "excepthook", ended.put)
@@ -276,7 +276,7 @@ def test_a_thread_that_is_killed_at_its_step_reports_the_end(real_backend, monke
     assert all(worker._thread is not killed.thread for worker in (*pool.busy, *pool.idle))
 
 
-def test_a_thread_that_was_left_behind_and_is_killed_is_over(real_backend, monkeypatch):
+def test_a_killed_abandoned_thread_counts_as_finished(real_backend, monkeypatch):
     """A device is freed even if its abandoned thread is killed after its step, before it can report."""
     ended = queue.SimpleQueue()
     monkeypatch.setattr(threads, "_pool", _ThreadPool())
@@ -297,7 +297,7 @@ def test_a_thread_that_was_left_behind_and_is_killed_is_over(real_backend, monke
 
 
 def test_a_thread_survives_a_callback_that_cannot_be_posted(real_backend, monkeypatch, caplog):
-    """Whatever goes wrong in telling one loop is logged, and the thread is there for the next step."""
+    """An error while notifying a loop is logged, and the thread takes the next step."""
     post = LoopHandle.post
 
     def broken(self, callback):
@@ -337,7 +337,7 @@ def test_a_thread_that_cannot_be_started_is_an_error(real_backend, monkeypatch):
 
 
 def test_a_forked_child_has_threads_of_its_own(real_backend):
-    """The child of a process with an idle thread starts a new one, instead of waiting for the parent's."""
+    """The child of a process with an idle thread starts a new thread, instead of waiting for the parent's."""
     code = (
         "import os, sys, anyio; from asel.runtime.threads import run_in_thread\n"
         "ask = lambda: anyio.run(run_in_thread, 'asking', os.getpid, backend=sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""Blocking steps in threads of our own. Real threads, ordered by gates."""
+"""Blocking steps in our own threads. Real threads, ordered by gates."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_the_result_comes_back_from_another_thread(real_backend):
     assert work_thread != loop_thread
 
 
-def test_the_loop_takes_turns_while_the_work_blocks(real_backend):
-    """Work that waits for the loop gets what it waits for, because the loop is not waiting for it."""
+def test_the_loop_runs_while_the_work_blocks(real_backend):
+    """Work may wait for the loop to do something, because the loop does not wait for the work."""
 
     async def main():
         with Gate() as gate:
@@ -45,7 +45,7 @@ def test_the_loop_takes_turns_while_the_work_blocks(real_backend):
 
 
 def test_an_exception_of_the_work_is_raised(real_backend):
-    """An exception comes out as the object it was, with the traceback of where it was raised."""
+    """The same exception object is raised, with its original traceback."""
     error = LookupError("no such block")
 
     def work():
@@ -59,7 +59,7 @@ def test_an_exception_of_the_work_is_raised(real_backend):
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
 def test_system_exit_in_the_work_is_an_ordinary_error(kind, real_backend):
-    """SystemExit and its like are the work's own business: the loop sees a RuntimeError that names them."""
+    """SystemExit and the like become a RuntimeError that names them, and do not end the loop."""
 
     def work():
         raise kind("over")
@@ -69,8 +69,8 @@ def test_system_exit_in_the_work_is_an_ordinary_error(kind, real_backend):
     assert type(caught.value.__cause__) is kind
 
 
-def test_cancellation_returns_at_once_and_names_the_thread(real_backend):
-    """A wait that is cancelled does not wait for its thread, but says which one it left at work."""
+def test_cancellation_returns_at_once_and_lists_the_thread(real_backend):
+    """A cancelled caller does not wait for its thread; the thread is added to `left_behind`."""
 
     async def main():
         with Gate() as gate:
@@ -90,8 +90,8 @@ def test_cancellation_returns_at_once_and_names_the_thread(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_cancellation_without_a_list_is_silent(real_backend):
-    """Naming the threads left behind is for those who ask."""
+def test_the_list_of_abandoned_threads_is_optional(real_backend):
+    """Without `left_behind`, a cancelled caller returns just the same."""
 
     async def main():
         with Gate() as gate, anyio.move_on_after(0) as scope:
@@ -102,7 +102,7 @@ def test_cancellation_without_a_list_is_silent(real_backend):
 
 
 def test_grace_waits_for_a_thread_that_comes_back(real_backend):
-    """Within its grace a cancelled step ends in peace: no thread is left behind, and the wait is still cancelled."""
+    """If the thread finishes within the grace, none is left behind, and the wait is still cancelled."""
 
     async def main():
         with Gate() as gate:
@@ -120,7 +120,7 @@ def test_grace_waits_for_a_thread_that_comes_back(real_backend):
 
 
 def test_grace_ends(real_backend):
-    """A thread that does not come back within the grace is left behind like any other."""
+    """A thread that has not finished after the grace is left behind."""
 
     async def main():
         with Gate() as gate:
@@ -153,8 +153,8 @@ class Spin:
                 len(str(self))
 
 
-def test_a_loop_in_python_is_stopped_once_its_caller_left(real_backend, capfd):
-    """It would keep the interpreter from all other threads; and its end prints nothing on stderr."""
+def test_a_python_loop_is_stopped_when_its_caller_leaves(real_backend, capfd):
+    """It would compete with all other threads for the interpreter. Stopping it prints nothing on stderr."""
     spin = Spin()
 
     async def main():
@@ -171,8 +171,8 @@ def test_a_loop_in_python_is_stopped_once_its_caller_left(real_backend, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_step_that_is_over_is_not_stopped():
-    """The thread may be at another's step by then."""
+def test_a_finished_step_is_not_stopped():
+    """By then, the thread may be running another step."""
     step = _Step("adding", lambda: 2, SimpleNamespace(post=lambda callback: None))
     result = step.result
     step.run()
@@ -181,8 +181,8 @@ def test_a_step_that_is_over_is_not_stopped():
     assert result.value == 2
 
 
-def test_a_step_that_is_stopped_before_it_begins_never_does():
-    """A thread takes a moment to start, and nobody may wait any more by then."""
+def test_a_step_stopped_before_it_begins_never_begins():
+    """A thread takes a moment to start, and its caller may have left by then."""
     done = []
     step = _Step("appending", lambda: done.append(1), SimpleNamespace(post=lambda callback: None))
     step.stop()
@@ -191,7 +191,7 @@ def test_a_step_that_is_stopped_before_it_begins_never_does():
 
 
 def test_a_blocked_thread_that_does_not_stop_is_left_behind(real_backend):
-    """Nothing stops a thread that runs no Python: the exception is raised once, and the wait ends all the same."""
+    """A thread outside Python cannot be stopped: the exception stays pending, and the wait ends anyway."""
 
     async def main():
         with Gate() as gate:
@@ -205,8 +205,8 @@ def test_a_blocked_thread_that_does_not_stop_is_left_behind(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_grace_is_not_asked_of_a_step_that_ended(real_backend):
-    """Grace is for cancelled waits: a step that ends by itself never asks for it."""
+def test_grace_is_computed_only_for_a_cancelled_wait(real_backend):
+    """If a step ends by itself, its `grace_s` function is never called."""
     asked = []
     answer = anyio.run(
         lambda: run_in_thread("adding", lambda: 2, grace_s=lambda: asked.append(1) or 1.0), backend=real_backend
@@ -215,7 +215,7 @@ def test_grace_is_not_asked_of_a_step_that_ended(real_backend):
 
 
 def test_callbacks_run_on_the_loop(real_backend):
-    """The callback for a thread that has come back runs in the loop's thread, so it needs no locks."""
+    """Callbacks of an abandoned thread run in the loop's thread, so they need no locks."""
 
     async def main():
         with Gate() as gate:
@@ -232,8 +232,8 @@ def test_callbacks_run_on_the_loop(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_context_variables_follow_and_stay_apart(real_backend):
-    """The work sees its caller's context variables; what it sets is its own."""
+def test_work_gets_a_copy_of_the_callers_context(real_backend):
+    """The work sees its caller's context variables; its own changes stay in the thread."""
     request = ContextVar("request")
 
     def work():
@@ -250,14 +250,14 @@ def test_context_variables_follow_and_stay_apart(real_backend):
 
 
 def test_threads_are_named_daemons(real_backend):
-    """A thread says what it does, and does not keep the interpreter from leaving."""
+    """A thread is named after its step, and does not keep the interpreter from exiting."""
     thread = anyio.run(run_in_thread, "compiling Blocks(1)", threading.current_thread, backend=real_backend)
     assert thread.daemon
     assert thread.name == "asel: compiling Blocks(1)"
 
 
 def test_a_thread_may_outlive_its_loop(real_backend):
-    """A thread that comes back to a loop that has ended finds nobody to tell, and ends quietly."""
+    """A thread that finishes after its loop has ended does so quietly."""
     with Gate() as gate:
         left_behind = []
         assert anyio.run(leave_behind, gate, left_behind, backend=real_backend)
@@ -288,6 +288,6 @@ anyio.run(main, backend=sys.argv[1])
 
 @pytest.mark.timeout(60)  # another process starts
 def test_a_process_with_a_hung_thread_exits(real_backend):
-    """A candidate that hangs forever does not keep the process from ending, cleanly."""
+    """A candidate that hangs forever does not keep the process from exiting cleanly."""
     ended = subprocess.run([sys.executable, "-c", _HANGS, real_backend], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "['hanging']\n", "")

@@ -20,7 +20,7 @@ from support.paths import TESTS
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """When a candidate ran, on the clock of all processes of this machine, and for whom."""
+    """When a candidate ran, on a clock that all processes share, and for which process."""
 
     start_ns: int
     end_ns: int
@@ -49,7 +49,7 @@ class DeviceUser:
 
 
 def runs(log: Path) -> list[Run]:
-    """Return what was noted, in order."""
+    """Return the log, in order."""
     lines = [line.split() for line in log.read_text().splitlines()]
     return sorted(Run(int(start), int(end), user) for start, end, user in lines)
 

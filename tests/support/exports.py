@@ -1,4 +1,4 @@
-"""Programs that export telemetry, and what became of it."""
+"""Programs that export telemetry, and the results."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _nothing_is_set_up(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     structlog.reset_defaults()
     yield
-    for thread in threading.enumerate():  # what was given up, and complains in the log when it ends
+    for thread in threading.enumerate():  # abandoned threads log errors when they end
         if thread.name == "asel telemetry: closing":
             thread.join(15)
     assert trace._TRACER_PROVIDER is None
-    assert metrics_globals._METER_PROVIDER is None  # to ask for it would set the one that a variable names
+    assert metrics_globals._METER_PROVIDER is None  # reading it by the API would set the provider that a variable names
     assert not structlog.is_configured()
 
 
@@ -62,7 +62,7 @@ def dropped(signal, *reasons):
 
 
 def dropped_in(receiver, signal):
-    """Return what the last `asel.telemetry.dropped` that arrived says."""
+    """Return the last value of `asel.telemetry.dropped` that arrived."""
     metric = [metric for metric in receiver.metrics if metric.name == "asel.telemetry.dropped"][-1]
     points = {tuple(sorted(attributes(point).items())): point.as_int for point in metric.sum.data_points}
     return sum(number for labels, number in points.items() if ("asel.signal", signal) in labels)

@@ -1,4 +1,4 @@
-"""Work in a thread that stands still until a test lets it go; and a gate that opens once the main thread waits."""
+"""Work in a thread that blocks until a test releases it; and a gate that opens once the main thread waits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import anyio.lowlevel
 
 from asel.runtime.threads import run_in_thread
 
-PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+PATIENCE_S = 10.0  # after this a closed gate fails the test; no passing test waits so long
 
 
 class Gate:
-    """Work that says it has begun and then stands still until it is let go."""
+    """Work that signals its start and then blocks until the gate is opened."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -35,7 +35,7 @@ class Gate:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._open.set()  # whatever the test found, no thread outlives it
+        self._open.set()  # also if the test failed, so that no thread outlives it
         if self.thread is not None:
             self.thread.join(PATIENCE_S)
 
@@ -51,7 +51,7 @@ async def until_the_main_thread_waits() -> None:
 
 
 async def leave_behind(gate: Gate, left_behind: list, what: str = "waiting", **options) -> bool:
-    """Cancel a gated step before it can end; tell whether the cancellation came through."""
+    """Cancel a gated step before it ends; return whether the cancellation was delivered."""
     with anyio.move_on_after(0) as scope:
         await run_in_thread(what, gate.work, left_behind=left_behind, **options)
     return scope.cancelled_caught

@@ -1,4 +1,4 @@
-"""Kernels that do to their process what a service must survive. Importable, so that a worker finds them."""
+"""Kernels that harm their process in ways a service must survive. Workers can import them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _leave(_):
 
 
 class Hostile(Kernel):
-    """What happens is the config: while it is traced, or while it runs."""
+    """The config decides what happens, while it is traced or while it runs."""
 
     op_id = "hostile"
     configs = ("slow", "fast")
@@ -75,7 +75,7 @@ class Hostile(Kernel):
 
 
 def hostile_maker(cfg):
-    """Is hostile already as a candidate is made."""
+    """Is hostile while a candidate is being made."""
     match cfg:
         case "exit":
             os._exit(7)
@@ -97,13 +97,13 @@ def of_tree(tree, *, scale, cfg):
 
 
 def of_config(cfg):
-    """Return a candidate's function, for a tuner without a chain."""
+    """Return a candidate's function, for a tuner without a selector."""
     return partial(decorated.run, cfg=cfg)
 
 
 @kernel(op_id="spread", configs=["as it lies", "as the mesh says"], heuristic="as it lies")
 def spread(x, y, *, cfg, n=1):
-    """Needs its argument over devices, and for one config the mesh of whoever called."""
+    """Needs a sharded argument, and for one config the caller's mesh."""
     if cfg == "as the mesh says":
         x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(None, "x"))
     return x * y * n
@@ -141,7 +141,7 @@ class Mapped(Kernel):
 
 
 class SelfWrapped(Mapped):
-    """Wraps itself, as ejKernel's kernels do."""
+    """Has its own `shard_map` wrapper, as ejKernel's kernels do."""
 
     def create_shard_map_wrapper(self, x, *, cfg, mesh, in_specs, out_specs, check_vma):
         return jax.shard_map(partial(self.run, cfg=cfg), mesh=mesh, in_specs=in_specs, out_specs=out_specs), (x,)

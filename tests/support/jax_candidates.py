@@ -13,8 +13,8 @@ from asel.tuning.measure import Trial
 
 __all__ = ["ONE_BACKEND", "PATIENCE_S", "chosen_among", "is_parameter", "measure", "seen_by_candidate", "spin"]
 
-PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
-# What a candidate is compiled with does not depend on the loop; tests of that run on one.
+PATIENCE_S = 10.0  # after this a closed gate fails the test; no passing test waits so long
+# The arguments of a compiled candidate do not depend on the loop, so their tests run on one backend.
 ONE_BACKEND = "asyncio"
 
 
@@ -29,7 +29,7 @@ def measure(backend, fn, *args, objective="forward", **kwargs) -> float:
 
 
 def seen_by_candidate(backend, *args, **kwargs):
-    """Return the arguments as the candidate gets them while it is compiled."""
+    """Return the arguments that the candidate gets while it is compiled."""
     seen = []
 
     def fn(*args, **kwargs):
@@ -45,7 +45,7 @@ def is_parameter(value) -> bool:
 
 
 def spin(rounds: int):
-    """Return a function that takes time in proportion to `rounds`, and compiles in the same time for all."""
+    """Return a function whose run time is proportional to `rounds`, and whose compile time is constant."""
     return lambda x: jax.lax.fori_loop(0, rounds, lambda _, y: jnp.sin(y) + 1.0, x)
 
 

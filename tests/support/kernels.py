@@ -1,4 +1,4 @@
-"""Kernels that tests share. None of them computes anything: tests above `benchmark.py` use scripted measures."""
+"""Kernels that tests share. They compute nothing: most tests use scripted measures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def scripted(costs: Any = COSTS, **script: Any) -> tuple[Tuner[Blocks], Scripted
 
 
 class Bench:
-    """A chain over a scripted measure, with everything a test wants to look at."""
+    """A selector over a scripted measure, with the objects that tests inspect."""
 
     def __init__(self, *, costs: Any = COSTS, script: dict[str, Any] | None = None, cache=None, **chain: Any) -> None:
         tuner, self.measure = scripted(costs, **(script or {}))
@@ -79,7 +79,7 @@ def memory_of(bench: Bench) -> list[Blocks]:
 
 
 class Listed:
-    """What is known of a call, with the candidates its kernel lists for it."""
+    """A resolved call, with its candidates."""
 
     def __init__(self, known, inv, kernel):
         self._known = known
@@ -93,7 +93,7 @@ class Listed:
 
 
 class Picky(Kernel):
-    """Three candidates, of which the last wins and the first is the heuristic's; `breaks` says which raise what."""
+    """Three candidates, of which the last wins and the first is the heuristic; `breaks` maps candidates to errors."""
 
     op_id = "picky"
     candidates = (Blocks(1), Blocks(2), Blocks(3))

@@ -1,4 +1,4 @@
-"""Calls whose keys every process must agree on, so nothing here may depend on the process."""
+"""Calls whose keys must be equal in every process, so nothing here may depend on the process."""
 
 from __future__ import annotations
 

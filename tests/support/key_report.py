@@ -1,4 +1,4 @@
-"""What one process says of keys, printed as JSON: tests compare several, with other hash seeds and eight devices."""
+"""One process's keys, printed as JSON: tests compare several, with other hash seeds and eight devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Built(Kernel[Any, Any]):
 
 
 def first_call_while_tracing() -> list[bool]:
-    """Ask while JAX traces, then eagerly; tell whether the keys are equal, and which of the calls was traced."""
+    """Make a call while JAX traces, then eagerly. Return whether the keys are equal, and which call was traced."""
     memo, seen = KeyMemo(), []
 
     def ask(x: Any) -> Any:
@@ -40,7 +40,7 @@ def first_call_while_tracing() -> list[bool]:
 
 
 def default_devices(kernel: Any) -> list[int]:
-    """Return the device of each call: no array, another default device, arrays that lie elsewhere."""
+    """Return the device of each call: without arrays, with another default device, with arrays elsewhere."""
     first, second = jax.devices()[:2]
     shape = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=SingleDeviceSharding(second))
     memo = KeyMemo()
@@ -55,7 +55,7 @@ def default_devices(kernel: Any) -> list[int]:
 
 
 def keys_within_meshes() -> dict[str, str]:
-    """Return the key of one call under each of several meshes that are set."""
+    """Return the key of one call under each of several current meshes."""
     x, memo = np.zeros(8, np.float32), KeyMemo()
     devices = np.array(jax.devices())
 

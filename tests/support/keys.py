@@ -1,4 +1,4 @@
-"""How tests ask for keys, signatures and what is known of a call."""
+"""Helpers for keys, signatures and resolved calls."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def key_or_refusal(value: Any) -> str:
 
 
 def sharing(*values: Any) -> int:
-    """Return how many of the values share their key with an earlier one; refusing is not sharing."""
+    """Return the number of values that share their key with an earlier one; refused values share none."""
     return len(values) - len({key_or_refusal(value) for value in values})
 
 
 def during_trace(fn: Any, *args: Any) -> Any:
-    """Return what `fn` returns while JAX traces it."""
+    """Return the result of `fn` while JAX traces it."""
     seen = []
     jax.jit(lambda *xs: seen.append(fn(*xs)))(*args)
     return seen[0]

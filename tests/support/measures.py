@@ -1,4 +1,4 @@
-"""Scripted measures that do more: watch, lower, compute, know equal programs."""
+"""Scripted measures that also watch, lower, compute or recognise equal programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Aliasing", "Checked", "Computing", "Lowering", "Watched", "Wider"]
 
 
 class Watched(BaseMeasure):
-    """A measure whose every step takes a second, and which sees how many run at once."""
+    """A measure whose every step takes a second, and which counts concurrent steps."""
 
     def __init__(self, compile_s: float = 1.0) -> None:
         self._compile_s = compile_s
@@ -42,7 +42,7 @@ class Watched(BaseMeasure):
 
 
 class Lowering(Watched):
-    """One that lowers, too."""
+    """A watched measure that lowers, too."""
 
     async def lower(self, trial):
         await self._step("lowering")
@@ -57,7 +57,7 @@ class Aliasing(ScriptedMeasure):
 
 
 class Computing(ScriptedMeasure):
-    """A scripted measure whose candidates compute something: "wrong" ones something else."""
+    """A scripted measure with outputs, which differ for "wrong" candidates."""
 
     async def compile(self, trial):
         sample = await super().compile(trial)
@@ -73,7 +73,7 @@ class Wider(Toy):
 
 
 class Checked(ScriptedMeasure):
-    """A measure whose candidates take a second to show their outputs, and all compute the same."""
+    """A measure whose candidates take a second to return their outputs, which are all equal."""
 
     def __init__(self, *args, **script) -> None:
         super().__init__(*args, **script)

@@ -1,4 +1,4 @@
-"""Workers without a process: the other end is here, and what is sent can be looked at."""
+"""Workers inside this process, whose messages can be inspected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Near", "Scripted", "until_nothing_is_kept"]
 
 
 class Near(processes._WorkerProcess):
-    """A worker whose other end is in this process. `fatal` is the config that ends it, when that is sampled."""
+    """A worker inside this process. Sampling the config `fatal` ends it."""
 
     def __init__(self, fatal: str | None = None) -> None:
         super().__init__(None)
@@ -52,7 +52,7 @@ class Near(processes._WorkerProcess):
 
 
 class Scripted(Near):
-    """One that computes nothing: whatever it is asked takes so long. `fatal` is the command that ends it."""
+    """A worker that computes nothing: every request takes the same time. The command `fatal` ends it."""
 
     step_s = 0.0
 
@@ -65,7 +65,7 @@ class Scripted(Near):
 
 
 async def until_nothing_is_kept(worker: Near) -> None:
-    """Ask until the worker was told to forget everything: that is up to a thread that nobody waits for."""
+    """Send requests until the worker has forgotten everything, which the releasing thread decides."""
     with anyio.fail_after(5):
         while worker.there._candidates or worker.there._arguments:
             await worker.ask("hello", 0)

@@ -18,7 +18,7 @@ def tune() -> AutotuneStart:
 
 
 class Gated(RecordingSink):
-    """A sink that takes its time: until the gate is open."""
+    """A sink that blocks until the gate is open."""
 
     on_loop = False
 
@@ -33,7 +33,7 @@ class Gated(RecordingSink):
 
 
 def held(ceiling: int) -> tuple[Gated, Pipeline, DeferredSinks]:
-    """Return a pipeline whose thread is held up with one event in hand."""
+    """Return a pipeline whose thread is blocked while it delivers one event."""
     sink, pipeline = Gated(), Pipeline(ceiling=ceiling)
     deferred = DeferredSinks([sink], pipeline)
     deferred.emit(tune())

@@ -1,4 +1,4 @@
-"""A module with kernels for commands to find, and what its candidates cost."""
+"""A module with kernels for commands to find, and the costs of its candidates."""
 
 from __future__ import annotations
 

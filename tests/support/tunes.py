@@ -1,4 +1,4 @@
-"""Tunes apart from any selector, and plans apart from any tune."""
+"""Tunes without a selector, and plans without a tune."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tune_among(*candidates, **facts) -> TuneState:
 
 
 def tuner_of(costs=0.001, *, warmup=0, iters=1, **script) -> tuple[Tuner, ScriptedMeasure]:
-    """Return a tuner that samples all alike, and the script that it follows."""
+    """Return a tuner that samples every candidate equally often, and its script."""
     measure = ScriptedMeasure(costs, **script)
     return Tuner(warmup=warmup, iters=iters, measure=measure, strategy="exhaustive"), measure
 
@@ -71,7 +71,7 @@ def play_on(strategy, board, draw) -> list[Step]:
 
 
 class SamplerOf(BaseSampler):
-    """An async function with more than that: what a sampler may have beside it is given by name."""
+    """A sampler made from an async function, with the given optional attributes."""
 
     def __init__(self, sample, **facts) -> None:
         self._sample = sample

@@ -327,7 +327,7 @@ def test_configure_is_noticed_at_once_by_silent_selectors():
     """A chain may have answered thousands of calls before telemetry is set up."""
     with receiving() as receiver:
         deferred = DeferredSinks(default_sinks(), None)
-        deferred._listen()
+        deferred._check_silence()
         assert deferred._is_silent
         with configure("service", receiver.endpoint):
             assert not deferred._is_silent

@@ -30,7 +30,7 @@ async def test_equal_programs_are_compiled_and_timed_once():
 
 @pytest.mark.anyio
 async def test_an_alias_has_a_start_and_an_end_event():
-    """A candidate that was begun and is not compiled has a closing event, which names whose program it has."""
+    """A candidate that was begun but not compiled has a closing event, which names the candidate with that program."""
     bench = Bench(tuner=Tuner(1, 1, measure=Aliasing(0.1, compile_s=1.0)))
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
@@ -42,7 +42,7 @@ async def test_an_alias_has_a_start_and_an_end_event():
 
 @pytest.mark.anyio
 async def test_an_alias_of_an_eliminated_candidate_is_eliminated():
-    """It ran as long as the program it shares, so it comes no sooner among those that could take the winner's place."""
+    """It left the race with the program it shares, so it ranks no higher as a replacement of the winner."""
 
     class Paired(ScriptedMeasure):
         async def lower(self, trial):
@@ -62,7 +62,7 @@ async def test_an_alias_of_an_eliminated_candidate_is_eliminated():
 
 
 def test_programs_of_one_text_are_one_program(real_backend):
-    """With JAX: two configs that lower to the same module are found out before they are compiled."""
+    """With JAX: two configs that lower to the same module are recognised before they are compiled."""
 
     @kernel(op_id="alias", configs=["a", "b", "c"], heuristic="a")
     def add(x, *, cfg):
@@ -77,7 +77,7 @@ def test_programs_of_one_text_are_one_program(real_backend):
 
 
 class TwoGroups(Toy):
-    """Odd configs first, which are the incumbent's program to `Aliasing`, or else even ones."""
+    """Put odd configs first, which `Aliasing` gives the incumbent's program, or else even ones."""
 
     candidates = tuple(map(Blocks, range(1, 6)))
 
@@ -87,7 +87,7 @@ class TwoGroups(Toy):
 
 @pytest.mark.anyio
 async def test_an_alias_of_a_working_candidate_is_a_success():
-    """A group whose only program is the incumbent's has had its success, and the group below is not tried."""
+    """If a group's only program is the incumbent's, the group succeeds, and the group below is not tried."""
     measure = Aliasing()
     async with Bench(tuner=Tuner(1, 1, measure=measure)).chain as chain:
         report = (await chain.select(call(), TwoGroups())).report
@@ -97,7 +97,7 @@ async def test_an_alias_of_a_working_candidate_is_a_success():
 
 @pytest.mark.anyio
 async def test_a_program_that_failed_in_one_group_is_not_compiled_in_the_next():
-    """Equal programs are one, whichever groups they are in."""
+    """Equal programs are compiled once, also across groups."""
 
     class Mixed(TwoGroups):
         def candidate_priority(self, cfg, inv):

@@ -1,4 +1,4 @@
-"""Which candidates are timed forward and backward, and which forward or as they are."""
+"""Which candidates are timed forward and backward, and which only forward or eagerly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asel.tuning.program import Program
 
 
 def spied():
-    """Return an identity that notes the dtype of every gradient that flows back through it."""
+    """Return an identity function that records the dtype of every gradient through it."""
     gradients = []
 
     @jax.custom_vjp
@@ -42,7 +42,7 @@ def spied():
 @pytest.mark.parametrize("make", [jnp.ones, lambda shape, dtype: np.ones(shape, jnp.dtype(dtype))], ids=["jax", "np"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"])
 def test_the_backward_pass_is_timed_for_every_inexact_dtype(dtype, make):
-    """Whatever has a gradient is differentiated, the small and the complex floats included."""
+    """Every dtype with a gradient is differentiated, including narrow and complex floats."""
     identity, gradients = spied()
     assert measure(ONE_BACKEND, identity, make((2, 3), dtype), objective="forward+backward") >= 0
     assert set(gradients) == {jnp.dtype(dtype)}
@@ -57,14 +57,14 @@ def test_forward_alone_does_not_differentiate(real_backend):
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
 def test_integer_inputs_alone_are_timed_forward(dtype):
-    """Where no input has a gradient there is no backward pass to time, and the forward pass has to do."""
+    """If no input has a gradient there is no backward pass, so the forward pass is timed."""
     identity, gradients = spied()
     assert measure(ONE_BACKEND, identity, jnp.ones((3,), dtype), objective="forward+backward") >= 0
     assert gradients == []
 
 
-def test_integers_ride_along(real_backend):
-    """Inputs without a gradient pass through a backward timing as they are."""
+def test_integer_inputs_pass_through_a_backward_timing(real_backend):
+    """Inputs without a gradient are unchanged in a backward timing."""
     identity, gradients = spied()
 
     def gather(table, rows, scale):
@@ -87,16 +87,16 @@ def test_integers_ride_along(real_backend):
     ids=["dict", "integer output", "mixed dtypes", "random key", "Python numbers"],
 )
 def test_any_outputs_can_be_differentiated(wrap):
-    """The gradient is of every inexact output; the others, of whatever kind, do not stand in the way."""
+    """The gradient is of every inexact output; outputs of other types are allowed."""
     identity, gradients = spied()
     assert measure(ONE_BACKEND, lambda x: wrap(identity(x)), jnp.ones(3), objective="forward+backward") >= 0
     assert set(gradients) == {jnp.dtype("float32")}
 
 
-def test_the_backward_pass_is_whole():
-    """It is by every inexact input and of every inexact output, both parts of a complex one; and the outputs are kept.
+def test_the_backward_pass_is_complete():
+    """By every inexact input, of every inexact output, real and imaginary; and the outputs are computed, too.
 
-    A gradient that nobody asks for, or an output that nobody gets, is dead code to the compiler.
+    An unused gradient or output is dead code to the compiler.
     """
 
     def fn(x, rows, y):
@@ -113,7 +113,7 @@ def test_the_backward_pass_is_whole():
 
 
 def test_a_candidate_without_a_gradient_is_timed_forward(real_backend):
-    """Where a kernel cannot be differentiated its forward time counts, as with ejKernel."""
+    """If a kernel cannot be differentiated its forward time counts, as with ejKernel."""
 
     def until_large(x):
         return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x)
@@ -122,7 +122,7 @@ def test_a_candidate_without_a_gradient_is_timed_forward(real_backend):
 
 
 def test_the_policy_decides_what_is_timed(real_backend):
-    """`validate_backward` times both passes, and `forward_autotune_only` takes that back for the current task."""
+    """`validate_backward` times both passes, and `forward_autotune_only` disables that for the current task."""
     identity, gradients = spied()
     op = kernel(op_id="spied", configs=[1, 2], heuristic=1)(lambda x, *, cfg: identity(x) * cfg)
 
@@ -142,7 +142,7 @@ def test_the_policy_decides_what_is_timed(real_backend):
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), LookupError("no"), NotImplementedError("no")], ids=repr)
 def test_a_candidate_without_gradient_says_how_it_was_timed(error):
-    """Whatever a gradient raises, the kernel is timed forward, and its outcome says so."""
+    """Whatever the gradient raises, the kernel is timed forward, and its outcome says so."""
 
     @jax.custom_vjp
     def identity(x):
@@ -159,7 +159,7 @@ def test_a_candidate_without_gradient_says_how_it_was_timed(error):
     assert ("timed forward" in str(report)) == (error is not None)
 
 
-def test_a_candidate_without_gradient_is_timed_forward_and_whole(real_backend):
+def test_the_forward_pass_of_a_candidate_without_gradient_is_complete(real_backend):
     """Without an inexact output there is no backward pass, and the forward pass must not be optimised away."""
 
     def run(x, *, cfg):
@@ -172,8 +172,8 @@ def test_a_candidate_without_gradient_is_timed_forward_and_whole(real_backend):
 
 
 @pytest.mark.parametrize("needs", ["a boolean index", "an index", "to wait", "no tracer"])
-def test_whatever_needs_values_is_timed_as_it_is(real_backend, needs):
-    """A kernel that cannot be traced, for whatever reason, is run un-jitted, and says so."""
+def test_a_kernel_that_needs_values_is_timed_eagerly(real_backend, needs):
+    """A kernel that cannot be traced, for any reason, is run un-jitted, and its outcome says so."""
 
     def run(x, *, cfg):
         match needs:
@@ -192,7 +192,7 @@ def test_whatever_needs_values_is_timed_as_it_is(real_backend, needs):
 
 
 def test_a_candidate_that_fails_traced_and_eager_reports_the_traced_error(real_backend):
-    """Un-jitted is how a kernel is timed that runs that way; where it does not, the first error is the telling one."""
+    """If a kernel runs neither traced nor eagerly, the error of the trace explains more."""
 
     def run(x, *, cfg):
         if cfg == "broken":

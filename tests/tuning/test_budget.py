@@ -1,4 +1,4 @@
-"""A tune's budget: what is charged, what is free, and what happens once it is spent."""
+"""A tune's budget: what is charged, what is free, and what happens when it is spent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asel.testing import RecordingSink, ScriptedMeasure
 
 @pytest.mark.anyio
 async def test_when_the_budget_is_spent_the_rest_are_skipped_and_the_best_so_far_wins():
-    """`tune_budget_s` ends a tune with what it has: those not tried are Skipped, and say so."""
+    """When `tune_budget_s` is spent, untried candidates are Skipped with the reason."""
     sink = RecordingSink()
     tuner, measure = tuner_of({"a": 0.2, "b": 0.1, "slow": 10.0, "c": 0.01, "d": 0.01})
     state = tune_among("a", "b", "slow", "c", "d", tune_budget_s=4.0, emit=sink.emit)
@@ -41,7 +41,7 @@ async def test_when_the_budget_is_spent_the_rest_are_skipped_and_the_best_so_far
 @pytest.mark.anyio
 @pytest.mark.parametrize("stage", ["compile", "measure"])
 async def test_a_tune_is_no_longer_than_its_budget(stage):
-    """`tune_budget_s` is a tune's length, compiling included, to within the one step that is under way."""
+    """`tune_budget_s` bounds a tune, compiling included, to within the current step."""
     slow = {"a": 0.0, "slow": 20.0, "c": 0.0}
     tuner, _ = tuner_of(slow) if stage == "measure" else tuner_of(0.0, compile_s=slow)
     start = anyio.current_time()
@@ -55,7 +55,7 @@ async def test_a_tune_is_no_longer_than_its_budget(stage):
 @pytest.mark.anyio
 @pytest.mark.parametrize(("cores", "compiled"), [(2, ["a"]), (8, ["a", "b", "c"])])
 async def test_once_the_budget_is_spent_nothing_more_is_compiled(cores, compiled, monkeypatch):
-    """What is under way ends; what still waits for its turn to compile is skipped, and takes no time."""
+    """Compilations that have begun finish; candidates in the queue are skipped and take no time."""
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     tuner, measure = tuner_of(0.0, compile_s=3.0)
     report = await tuner.tune(tune_among("a", "b", "c", "d", "e", tune_budget_s=2.0))
@@ -67,7 +67,7 @@ async def test_once_the_budget_is_spent_nothing_more_is_compiled(cores, compiled
 
 @pytest.mark.anyio
 async def test_compiling_leaves_time_for_measuring():
-    """It may take three quarters of the budget: a tune that only compiles, and measures nobody, was for nothing."""
+    """It may take three quarters of the budget: a tune that only compiles is useless."""
     costs = {cfg: 0.3 - 0.02 * number for number, cfg in enumerate("abcdefgh")}
     tuner, measure = tuner_of(costs, compile_s=10.0)
     report = await tuner.tune(tune_among(*costs, incumbent=0, tune_budget_s=60.0))
@@ -78,8 +78,8 @@ async def test_compiling_leaves_time_for_measuring():
 
 
 @pytest.mark.anyio
-async def test_a_group_has_three_quarters_of_what_those_before_it_left():
-    """A group that fails leaves the next a part of the budget, and that one measures what it compiles too."""
+async def test_compiling_a_group_may_take_three_quarters_of_the_remaining_budget():
+    """After a group that failed, the next one has budget left to measure what it compiles."""
     tuner, measure = tuner_of(0.1, compile_s=10.0, run_errors={cfg: ValueError("no") for cfg in "abcd"})
     groups = tuple((int(cfg in "abcd"), 0) for cfg in "abcdefgh")
     report = await tuner.tune(tune_among(*"abcdefgh", groups=groups, tune_budget_s=48.0))
@@ -91,7 +91,7 @@ async def test_a_group_has_three_quarters_of_what_those_before_it_left():
 @pytest.mark.usefixtures("_no_threads")
 @pytest.mark.parametrize(("budget_s", "checked"), [(1.5, ["b", "a"]), (0.5, ["b"])])
 async def test_once_the_budget_is_spent_nothing_more_is_checked(budget_s, checked):
-    """The incumbent is, whatever is left; those whose outputs nobody has seen are skipped, and cannot win."""
+    """The incumbent is checked in any case; unchecked candidates are skipped, and cannot win."""
     measure = Checked(0.1)
     state = tune_among("a", "b", "c", "d", incumbent=1, tune_budget_s=budget_s)
     report = await Tuner(0, 1, measure=measure, strategy="exhaustive", check=True).tune(state)
@@ -104,8 +104,8 @@ async def test_once_the_budget_is_spent_nothing_more_is_checked(budget_s, checke
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("strategy", ["race", "exhaustive"])
-async def test_a_spent_budget_and_a_first_candidate_that_fails_end_all_the_same(strategy):
-    """Until something is measured one candidate goes on, whatever the budget says: where it fails, the next."""
+async def test_with_a_spent_budget_candidates_are_tried_until_one_runs(strategy):
+    """Until there is a measurement, candidates are tried one by one, whatever the budget."""
     measure = ScriptedMeasure(0.01, compile_s=1.0, run_errors={"a": ValueError("no")})
     state = tune_among("a", "b", "c", incumbent=0, tune_budget_s=2.5)
     report = await Tuner(measure=measure, strategy=strategy).tune(state)
@@ -116,7 +116,7 @@ async def test_a_spent_budget_and_a_first_candidate_that_fails_end_all_the_same(
 @pytest.mark.parametrize("strategy", ["race", "exhaustive"])
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 async def test_a_spent_budget_gives_the_first_candidate_one_run(strategy, warmup):
-    """Whatever `warmup` asks for: where nobody has a sample any run counts, and one is enough for an answer."""
+    """With any `warmup`: if no candidate has a sample any run counts, and one is enough for an answer."""
     measure = ScriptedMeasure(20.0, compile_s=5.0)
     start = anyio.current_time()
     state = tune_among("a", "b", tune_budget_s=4.0, candidate_timeout_s=30.0)
@@ -129,9 +129,9 @@ async def test_a_spent_budget_gives_the_first_candidate_one_run(strategy, warmup
 
 @pytest.mark.anyio
 async def test_making_example_inputs_counts_towards_the_budget(monkeypatch):
-    """They are made for this tune alone; and one candidate is tried all the same, whatever they took."""
+    """They are made for this tune alone. One candidate is still tried, however long they took."""
 
-    async def in_no_thread(what, work, **facts):  # for a virtual clock jumps while a thread works
+    async def in_no_thread(what, work, **facts):  # because a virtual clock jumps while a thread works
         await anyio.sleep(5.0)
         return work()
 
@@ -156,8 +156,8 @@ async def test_compiling_counts_towards_the_budget():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("busy_with", ["compile", "measure"])
-async def test_waiting_for_ones_turn_is_free(busy_with, monkeypatch):
-    """Waiting for the device, or for a compile slot, does not burn a tune's budget."""
+async def test_waiting_for_a_turn_is_free(busy_with, monkeypatch):
+    """Waiting for the device or for a compile slot does not use up a tune's budget."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)  # one compile slot
     hog, _ = tuner_of(100.0) if busy_with == "measure" else tuner_of(0.0, compile_s=100.0)
     modest, _ = tuner_of(0.1, compile_s=0.1)
@@ -170,7 +170,7 @@ async def test_waiting_for_ones_turn_is_free(busy_with, monkeypatch):
 
 
 @pytest.mark.anyio
-async def test_steps_that_overlap_are_paid_once(monkeypatch):
+async def test_overlapping_steps_are_charged_once(monkeypatch):
     """A budget is wall time: three candidates that compile at once for two seconds cost two seconds."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)  # three compile slots
     tuner, _ = tuner_of(0.5, compile_s={"a": 2.0, "b": 2.0, "c": 1.0})
@@ -182,7 +182,7 @@ async def test_steps_that_overlap_are_paid_once(monkeypatch):
 
 
 class Shared(ScriptedMeasure):
-    """A measure whose candidates wait for something that others hold, before each step and without being asked."""
+    """A measure whose candidates wait for a shared resource before each step."""
 
     @asynccontextmanager
     async def turn(self, charge):
@@ -196,7 +196,7 @@ class Shared(ScriptedMeasure):
 
 @pytest.mark.anyio
 async def test_a_measures_turn_is_free():
-    """What a measure waits for before it is asked is nobody's time: neither the candidate's nor the tune's."""
+    """Waiting for a measure's turn counts neither for the candidate's timeout nor for the tune's budget."""
     state = tune_among("a", "b", candidate_timeout_s=1.0, tune_budget_s=1.0)
     report = await Tuner(0, 1, measure=Shared(0.1, compile_s=0.1), strategy="exhaustive").tune(state)
     assert kinds(report.outcomes) == [Measured, Measured]
@@ -205,7 +205,7 @@ async def test_a_measures_turn_is_free():
 
 
 class Readied(ScriptedMeasure):
-    """A measure whose candidates must be made ready anew before each sample."""
+    """A measure whose candidates must be made ready before each sample."""
 
     async def compile(self, trial):
         sample = await super().compile(trial)
@@ -214,8 +214,8 @@ class Readied(ScriptedMeasure):
 
 
 @pytest.mark.anyio
-async def test_making_ready_is_a_step_of_its_own():
-    """Each of its steps has the candidate's timeout to itself, and is charged to the tune."""
+async def test_each_step_that_makes_a_candidate_ready_has_its_own_timeout():
+    """Each step is bounded by the candidate's timeout, and charged to the tune."""
     state = tune_among("a", "stuck", candidate_timeout_s=1.0)
     report = await Tuner(0, 1, measure=Readied(0.7), strategy="exhaustive").tune(state)
     assert kinds(report.outcomes) == [Measured, Failed]
@@ -225,14 +225,14 @@ async def test_making_ready_is_a_step_of_its_own():
 
 @pytest.mark.anyio
 async def test_one_candidate_is_tried_though_lowering_it_took_the_whole_budget():
-    """There is no answer otherwise."""
+    """Otherwise there would be no answer."""
     report = await Tuner(0, 1, measure=Lowering()).tune(tune_among("a", "b", tune_budget_s=0.5))
     assert kinds(report.outcomes) == [Measured, Skipped]
 
 
 @pytest.mark.anyio
 async def test_a_tune_resumed_without_budget_still_tries_one_candidate():
-    """Whoever takes it up has no answer otherwise."""
+    """Otherwise the caller that resumes it would have no answer."""
     state = tune_among("a", "b", tune_budget_s=1.5)
     with anyio.move_on_after(2.5):
         await Tuner(0, 1, measure=Lowering(compile_s=100.0)).tune(state)
@@ -242,7 +242,7 @@ async def test_a_tune_resumed_without_budget_still_tries_one_candidate():
 
 @pytest.mark.anyio
 async def test_a_budget_that_ends_in_a_warm_up_lets_no_lesser_timing_mode_win():
-    """What ran in the best way answers with its warm-up, and nothing is run in the next way any more."""
+    """The candidates in the best mode win by their warm-ups, and none is run in the next mode."""
 
     class Ways:
         async def compile(self, trial):
@@ -263,7 +263,7 @@ async def test_a_budget_that_ends_in_a_warm_up_lets_no_lesser_timing_mode_win():
 
 @pytest.mark.anyio
 async def test_a_spent_budget_ends_the_warm_ups_too():
-    """Once the budget is spent only one candidate goes on, until there is a measurement to answer with."""
+    """Once the budget is spent, only one candidate goes on, until there is a measurement."""
     bench = Bench(
         costs=0.1, tuner=Tuner(measure=ScriptedMeasure(0.1)), allow={"tune_budget_s": 0.2}, script={"compile_s": 0.0}
     )

@@ -69,7 +69,7 @@ SETTINGS = [
 @pytest.mark.parametrize(("entered", "read"), SETTINGS)
 @pytest.mark.parametrize("way", ["chain", "measure", "autotune"])
 def test_the_callers_settings_hold_in_the_thread(way, entered, read, real_backend):
-    """JAX keeps its settings per thread: the caller's are in force where a candidate is compiled, whoever asked."""
+    """JAX keeps its settings per thread: the caller's apply in the thread that compiles its candidates."""
     seen = []
 
     def fn(x, cfg=None):
@@ -97,7 +97,7 @@ def test_the_callers_settings_hold_in_the_thread(way, entered, read, real_backen
 
 
 def test_settings_that_a_candidate_leaves_behind_do_not_reach_the_next(real_backend, monkeypatch):
-    """A mesh set for good in a thread is gone when that thread does its next step, whoever's it is."""
+    """A mesh that a candidate sets in a thread is gone in that thread's next step, of this tune or another."""
     # One thread does all steps: none is idle from earlier tests, and none is started to release candidates.
     monkeypatch.setattr(threads, "_pool", threads._ThreadPool(patience_s=20))
     monkeypatch.setattr(state, "leave_to_thread", lambda what, work: None)
@@ -106,7 +106,7 @@ def test_settings_that_a_candidate_leaves_behind_do_not_reach_the_next(real_back
     def fn(cfg):
         def run(x):
             seen.append((cfg, threading.current_thread(), jax.sharding.get_abstract_mesh().axis_names))
-            if cfg == "sets" and float(x[0]):  # which needs its value, so it is run as it is
+            if cfg == "sets" and float(x[0]):  # needs a value, so it cannot be traced
                 jax.set_mesh(MESH)
             return x
 
@@ -135,7 +135,7 @@ def test_samples_are_taken_with_the_settings_they_were_compiled_with(real_backen
 
 @pytest.mark.parametrize("way", ["forward", "forward+backward", "eager"])
 def test_the_callers_settings_hold_at_every_step(way):
-    """What is lowered, compiled, run and computed for a check is so with the settings of the call, step by step."""
+    """Lowering, compiling, running and checking each use the settings of the call."""
     seen, objective = [], "forward" if way == "eager" else way
 
     def fn(x):
@@ -157,7 +157,7 @@ def test_the_callers_settings_hold_at_every_step(way):
 
 
 def test_a_candidate_is_built_in_a_thread_with_the_callers_settings(real_backend):
-    """`make_fn` is the candidate's own code: it is not run on the event loop, and makes what its caller would."""
+    """`make_fn` is the candidate's own code: it runs off the event loop, with its caller's settings."""
     built = []
 
     def make_fn(cfg):
@@ -173,7 +173,7 @@ def test_a_candidate_is_built_in_a_thread_with_the_callers_settings(real_backend
 
 
 def test_context_variables_follow_the_candidate(real_backend):
-    """A candidate sees the context variables of the caller whose tune it is."""
+    """A candidate sees the context variables of the caller that began the tune."""
     request, seen = ContextVar("request", default="nobody's"), []
 
     def fn(x):
@@ -190,7 +190,7 @@ def test_context_variables_follow_the_candidate(real_backend):
 
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_device", "device_to_host"])
 def test_transfer_guards_hold_in_the_thread(real_backend, direction):
-    """A caller that forbids implicit transfers forbids them to its candidates, whichever way they go."""
+    """A caller that forbids implicit transfers forbids them to its candidates, in every direction."""
     seen = []
 
     def fn(x):
@@ -217,13 +217,13 @@ def guard_of_the_process():
 @pytest.mark.parametrize("guard", [lambda: jax.transfer_guard("disallow"), guard_of_the_process], ids=["own", "global"])
 @pytest.mark.parametrize("given", ["an array", "a NumPy array", "a shape", "a weak shape"])
 def test_a_transfer_guard_fails_no_candidate(guard, given):
-    """What asel itself moves, to time or to check a candidate, is not what the caller has forbidden."""
+    """The guard does not apply to transfers by which asel times or checks a candidate."""
     x = np.ones(64, np.float32)
     ways = {"adds": "forward+backward", "eager": "eager"}
     if given == "an array":
         x = jax.device_put(x)
     elif given == "a NumPy array":
-        del ways["adds"]  # which cannot be called with one under this guard, by anyone
+        del ways["adds"]  # this guard forbids every call of it
     else:
         x = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=given == "a weak shape")
 
@@ -232,15 +232,15 @@ def test_a_transfer_guard_fails_no_candidate(guard, given):
             raise TypeError("needs values")
         return x + x if cfg == "adds" else x * x
 
-    dispatch_overhead_s.cache_clear()  # it too is found out under a guard, if this is the first tune
+    dispatch_overhead_s.cache_clear()  # in a first tune it is measured under the guard, too
     with guard():
         check = {"check": lambda expected, actual: True}
         report, _ = chosen_among(ONE_BACKEND, list(ways), run, x, validate_backward=True, **check)
     assert {outcome.cfg: outcome.how for outcome in report.outcomes} == ways
 
 
-def test_outputs_come_to_the_host_whatever_is_forbidden():
-    """It is asel that wants them there: the guard is on what the kernel does, and off for what is done to check it."""
+def test_transfer_guards_do_not_apply_to_reading_outputs():
+    """The guard applies to the kernel, and not to the transfers of asel's own check."""
     guards = []
 
     class Output:
@@ -260,8 +260,8 @@ def test_outputs_come_to_the_host_whatever_is_forbidden():
     assert guards == [("called", "disallow"), ("moved", "allow")]
 
 
-def test_shapes_become_what_the_kernel_makes_of_them(real_backend):
-    """`example_inputs` stands in for zeros where a kernel's time depends on its values."""
+def test_shapes_become_the_kernels_example_inputs(real_backend):
+    """`example_inputs` replaces zeros for kernels whose time depends on values."""
     seen = []
 
     class Sparse(Kernel):
@@ -287,7 +287,7 @@ def test_shapes_become_what_the_kernel_makes_of_them(real_backend):
 
 
 def test_example_inputs_are_made_with_the_callers_settings(real_backend):
-    """They stand in for the caller's own arrays, so they are as wide as those would be, and made off the loop."""
+    """They replace the caller's arrays, so they have the same precision; and they are made off the loop."""
     made, seen = [], []
 
     class Wide(Kernel):

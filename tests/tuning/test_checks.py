@@ -38,7 +38,7 @@ def tune_total(backend, check):
 
 
 def test_a_candidate_that_computes_something_else_cannot_win(real_backend):
-    """A wrong one is a Failed outcome with the largest difference (ejKernel's defect 13)."""
+    """A wrong candidate is a Failed outcome with the largest difference (ejKernel's defect 13)."""
     report = tune_total(real_backend, True)
     assert report.winner == "right"
     assert report.outcomes[1] == Failed("wrong", "check", "OutputMismatch", "output 0 differs by up to 24.5")
@@ -57,7 +57,7 @@ def test_a_candidate_that_computes_something_else_cannot_win(real_backend):
     ],
 )
 def test_the_check_is_the_users_own(real_backend, check, failed):
-    """Tolerances, or any function of both outputs that says yes, no, or what is wrong."""
+    """Tolerances, or any function of both outputs that returns a verdict or a description of the difference."""
     outcomes = tune_total(real_backend, check).outcomes
     assert {o.cfg for o in outcomes if isinstance(o, Failed) and o.stage == "check"} == failed
 
@@ -86,7 +86,7 @@ def array(*values):
     ],
 )
 def test_a_check_names_the_largest_difference(expected, actual, wrong):
-    """Over all outputs and all their parts, the imaginary ones included; a nan is worse than any number."""
+    """Over all outputs, including imaginary parts; NaN is worse than any number."""
     assert OutputCheck()(expected, actual) == wrong
 
 
@@ -101,7 +101,7 @@ def test_a_check_names_the_largest_difference(expected, actual, wrong):
     ],
 )
 def test_both_tolerances_are_honoured(check, off, passes):
-    """What is allowed is a part of the value, and so much beside it."""
+    """The allowed difference is `rtol` times the value, plus `atol`."""
     assert (check([array(10.0)], [array(10.0 + off)]) is None) is passes
 
 
@@ -117,7 +117,7 @@ def checked_among(configs, run, *args, check=True, **allow):
 
 
 def test_checks_compare_the_outputs_of_a_forward_run():
-    """Whatever is timed, the outputs that are checked are the kernel's own: neither its loss nor its gradients."""
+    """In every timing mode, the checked outputs are the kernel's own, and not its loss or gradients."""
     seen = []
 
     def check(expected, actual):
@@ -145,7 +145,7 @@ def test_random_keys_can_be_checked():
 
 
 def test_outputs_are_compared_off_the_loop(real_backend):
-    """Large outputs take their time to compare, and the event loop is not to wait for it."""
+    """Comparing large outputs takes long, and must not block the event loop."""
     threads = []
 
     def check(expected, actual):
@@ -158,7 +158,7 @@ def test_outputs_are_compared_off_the_loop(real_backend):
 
 
 def test_a_comparison_that_hangs_is_one_outcome(real_backend):
-    """After the candidate's timeout it has failed its check; the others are measured, and its thread is named."""
+    """After its timeout, the candidate has failed its check; the others are measured, and its thread is named."""
     release = threading.Event()
 
     def check(expected, actual):

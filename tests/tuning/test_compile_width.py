@@ -1,4 +1,4 @@
-"""Tunes take turns: on a device, in lowering, and in the slots in which candidates are compiled."""
+"""Tunes take turns: on a device, in lowering, and in the slots for compiling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_two_devices_sample_at_the_same_time():
 
 @pytest.mark.anyio
 async def test_selectors_wait_for_each_others_devices():
-    """Two chains in one event loop take turns on a device too."""
+    """Two selectors in one event loop take turns on a device, too."""
     measure = Watched()
     tuner = Tuner(warmup=0, iters=2, measure=measure)
     async with Bench(tuner=tuner).chain as one, Bench(tuner=tuner).chain as other, anyio.create_task_group() as tasks:
@@ -51,7 +51,7 @@ async def test_selectors_wait_for_each_others_devices():
 
 @pytest.mark.anyio
 async def test_a_tuner_without_a_selector_waits_for_its_device_too():
-    """`Tuner.autotune` measures on its arguments' device, so it takes turns with the chains that tune there."""
+    """`Tuner.autotune` measures on its arguments' device, so it takes turns with the selectors that tune there."""
     measure = Watched()
     tuner = Tuner(warmup=0, iters=2, measure=measure)
     async with Bench(tuner=tuner).chain as chain, anyio.create_task_group() as tasks:
@@ -63,7 +63,7 @@ async def test_a_tuner_without_a_selector_waits_for_its_device_too():
 @pytest.mark.anyio
 @pytest.mark.parametrize(("cores", "slots"), [(2, 1), (8, 3)])
 async def test_compiling_keeps_to_its_slots(cores, slots, monkeypatch):
-    """However many tunes there are, no more compile at once than leave the event loop its share of the cores."""
+    """Any number of tunes leaves the event loop its share of the cores."""
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     measure = Watched()
     async with anyio.create_task_group() as tasks:
@@ -75,7 +75,7 @@ async def test_compiling_keeps_to_its_slots(cores, slots, monkeypatch):
 @pytest.mark.anyio
 @pytest.mark.parametrize("tunes", [1, 2])
 async def test_one_candidate_is_lowered_at_a_time(tunes, monkeypatch):
-    """Lowering holds the interpreter: whoever's tunes they are and however many may compile at once, one lowers."""
+    """Lowering holds the interpreter, so one candidate of all tunes is lowered at a time, at any compile width."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)  # seven compile slots
     measure = Lowering(compile_s=2.5)
     async with anyio.create_task_group() as tasks:
@@ -88,8 +88,8 @@ async def test_one_candidate_is_lowered_at_a_time(tunes, monkeypatch):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("facts", "asked", "width"), [({}, None, 3), ({"compile_width": 2}, 5, 2), ({}, 5, 5)])
-async def test_how_many_compile_at_once_is_the_tuners_or_the_batchs_to_say(facts, asked, width, monkeypatch):
-    """By default half the cores less one; a batch asks for more, as it serves nobody yet; a tuner may have its own."""
+async def test_the_tuner_or_the_batch_sets_the_compile_width(facts, asked, width, monkeypatch):
+    """By default half the cores, less one; a batch uses more, since nothing is served yet; a tuner may set its own."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     measure = Watched()
     tune = tune_among(*range(20), compile_width=asked)
@@ -114,7 +114,7 @@ async def test_a_candidate_that_waits_for_its_slot_has_not_begun():
 
 @pytest.mark.anyio
 async def test_a_measure_that_takes_turns_lowers_and_compiles_in_one():
-    """A worker process does one thing at a time: a second one would have to be started to lower in."""
+    """A worker process does one thing at a time: otherwise a second one would be started to lower in."""
 
     class Desks(Lowering):
         @asynccontextmanager
@@ -134,7 +134,7 @@ async def test_a_measure_that_takes_turns_lowers_and_compiles_in_one():
 
 @pytest.mark.anyio
 async def test_a_tune_that_is_ready_does_not_wait_for_other_tunes_slots():
-    """Its last candidate is compiled; that others still queue for theirs is not its business."""
+    """Once its last candidate is compiled, the queue of other tunes does not delay it."""
     ready_s = {}
 
     async def tune(name: str, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Turn-taking on a device: alone, in turn, and honest about a thread that does not come back."""
+"""The lock on a device: one holder at a time, in order, and what happens if a thread does not finish."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asel.testing import RecordingSink
 from asel.tuning.device_lock import DeviceLock, DeviceStuck, alone_on, default_compile_width, device_lock_for
 from asel.tuning.state import TuneState
 
-PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+PATIENCE_S = 10.0  # after this a closed gate fails the test; no passing test waits so long
 
 
 class Stuck:
-    """A real thread that was left behind, and comes back when told to."""
+    """A real thread that was abandoned, and finishes on request."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -36,7 +36,7 @@ class Stuck:
             await run_in_thread("hanging", self.work, left_behind=left_behind)
 
     async def come_back(self, left_behind: list) -> None:
-        """Let the thread end, and return once the loop has heard of it."""
+        """Let the thread end, and return once the loop knows."""
         back = anyio.Event()
         left_behind[-1].when_done(back.set)
         self._open.set()
@@ -56,7 +56,7 @@ class Stuck:
 
 @pytest.mark.anyio
 async def test_a_device_has_one_holder_at_a_time_and_everyone_gets_a_turn():
-    """Whoever holds the lock is alone on the device, and it never lies idle while someone waits."""
+    """The holder is alone on the device, and the device is never idle while a task waits."""
     lock, holding, most, turns = DeviceLock(), 0, 0, []
 
     async def hold(name: int) -> None:
@@ -103,7 +103,7 @@ async def test_a_device_is_free_after_its_holder_was_cancelled():
 
 @pytest.mark.anyio
 async def test_a_cancelled_waiter_leaves_the_queue_intact():
-    """Someone who gives up waiting takes nobody's turn."""
+    """A waiter that gives up takes no other waiter's turn."""
     lock, turns = DeviceLock(), []
 
     async def hold(name: str, patience_s: float) -> None:
@@ -121,7 +121,7 @@ async def test_a_cancelled_waiter_leaves_the_queue_intact():
 
 @pytest.mark.anyio
 async def test_each_device_has_its_own_lock():
-    """Equal devices share a lock and different ones do not hinder each other."""
+    """Equal devices share a lock; different devices do not delay each other."""
     assert device_lock_for("gpu:0") is device_lock_for("gpu:0")
     assert device_lock_for("gpu:0") is not device_lock_for("gpu:1")
 
@@ -161,7 +161,7 @@ def test_compiling_leaves_cores_to_the_loop(cores, slots, monkeypatch):
 
 
 def test_a_stuck_device_refuses_newcomers_until_its_thread_is_back(real_backend):
-    """While a thread that was left behind runs on the device, nobody else does; afterwards anybody may."""
+    """While an abandoned thread runs on the device, no other task may use it; afterwards any may."""
 
     async def main():
         with Stuck() as stuck:
@@ -182,7 +182,7 @@ def test_a_stuck_device_refuses_newcomers_until_its_thread_is_back(real_backend)
 
 
 def test_waiters_learn_that_the_device_is_stuck(real_backend):
-    """Nothing says when a stuck lock will be free, so its waiters fail instead of waiting on."""
+    """A stuck lock may never be free, so its waiters fail instead of waiting on."""
 
     async def main():
         lock, left_behind, told = DeviceLock(), [], []
@@ -204,13 +204,13 @@ def test_waiters_learn_that_the_device_is_stuck(real_backend):
                     await asking.wait()
                 await stuck.leave_behind(left_behind)
             assert sorted(told) == ["first", "second"]
-            assert left_behind[0].alive  # they were told while the thread was still busy
+            assert left_behind[0].alive  # the waiters failed while the thread was still busy
 
     anyio.run(main, backend=real_backend)
 
 
 def test_a_device_waits_for_the_last_of_its_threads(real_backend):
-    """A holder may leave several threads behind; the lock is free when none of them is left."""
+    """A holder may leave several threads behind; the lock is free when the last one has finished."""
 
     async def main():
         lock, left_behind = DeviceLock(), []
@@ -247,7 +247,7 @@ def test_a_device_is_free_if_its_thread_came_back_before_its_holder_left(real_ba
 
 
 class Left:
-    """A thread that was left behind, in virtual time: it comes back when its hour has come."""
+    """An abandoned thread in virtual time, which finishes at a given time."""
 
     def __init__(self, tasks, back_at: float) -> None:
         self._tasks, self._back_at = tasks, back_at
@@ -268,7 +268,7 @@ class Left:
 @pytest.mark.parametrize("end", ["timed out", "cancelled"])
 @pytest.mark.parametrize("back_s", [3, 100])
 async def test_a_device_is_stuck_at_once_after_a_timeout_and_else_when_patience_ends(end, back_s):
-    """Who took too long may never come back; who was cancelled is waited for until it has had its time."""
+    """A thread that timed out may never finish; one that was cancelled has until its patience ends."""
     lock, start = DeviceLock(), anyio.current_time()
     async with anyio.create_task_group() as tasks:
         with anyio.move_on_after(1 if end == "cancelled" else 100), suppress(TimeoutError):
@@ -287,11 +287,11 @@ async def test_a_device_is_stuck_at_once_after_a_timeout_and_else_when_patience_
 
 
 # ---------------------------------------------------------------------------------------------
-# What a tuner makes of it.
+# In a tuner.
 
 
 class HangingMeasure:
-    """Takes no time over any candidate, except that the one named hangs in a real thread at the named stage."""
+    """Takes no time for any candidate, except that the named one hangs in a real thread at the named stage."""
 
     def __init__(self, hanging: str | None, stage: str) -> None:
         self._hanging, self._stage = hanging, stage
@@ -332,7 +332,7 @@ def kinds(outcomes) -> list[type]:
 
 
 def test_a_candidate_that_hangs_on_the_device_has_the_rest_skipped(real_backend):
-    """What cannot be timed alone is not timed: the others are skipped, the best so far wins, and the lock recovers."""
+    """Candidates that cannot be timed alone are skipped, the best so far wins, and the lock recovers."""
 
     async def main():
         measure, sink = HangingMeasure("hangs", "measure"), RecordingSink()
@@ -358,7 +358,7 @@ def test_a_candidate_that_hangs_on_the_device_has_the_rest_skipped(real_backend)
 
 
 def test_an_unchecked_candidate_is_not_timed(real_backend):
-    """Where a check hangs on the device the others are skipped there and then, and not only if it hangs for long."""
+    """If a check hangs on the device, the others are skipped at once, and not only after their timeouts."""
 
     class Checked(HangingMeasure):
         async def compile(self, trial):
@@ -416,10 +416,10 @@ def test_a_tune_that_finds_its_device_stuck_says_so(real_backend):
 
 
 def test_a_measurement_that_finds_its_device_stuck_says_so(real_backend):
-    """`Tuner.measure` raises TuningError whenever there is no measurement, also where it did not get to try."""
+    """`Tuner.measure` raises TuningError whenever there is no measurement, even if it could not try."""
 
     async def main():
-        hangs = HangingMeasure(None, "measure")  # what `Tuner.measure` measures has no config
+        hangs = HangingMeasure(None, "measure")  # `Tuner.measure` has no config
         with hangs.stuck:
             tuner = Tuner(warmup=0, iters=1, measure=hangs)
             with pytest.raises(TuningError, match="its thread is still busy"):
@@ -432,7 +432,7 @@ def test_a_measurement_that_finds_its_device_stuck_says_so(real_backend):
 
 
 def test_a_cancelled_tune_knows_the_threads_it_left_behind(real_backend):
-    """A cancelled tune leaves its thread at work, and its state names it; past its timeout the device is stuck."""
+    """A cancelled tune's state names the thread it left behind; after its timeout the device is stuck."""
 
     async def main():
         measure = HangingMeasure("hangs", "measure")
@@ -453,7 +453,7 @@ def test_a_cancelled_tune_knows_the_threads_it_left_behind(real_backend):
 
 @pytest.mark.parametrize("who", ["the same state", "another tune"])
 def test_the_tune_after_a_cancelled_one_waits_for_its_thread(real_backend, who):
-    """Nothing hangs as long as its timeout is not over: the next tune has its turn when the thread is back."""
+    """Until its timeout is over, a thread does not count as hanging: the next tune waits until it has finished."""
 
     async def main():
         measure = HangingMeasure("hangs", "measure")
@@ -478,7 +478,7 @@ def test_the_tune_after_a_cancelled_one_waits_for_its_thread(real_backend, who):
 
 @pytest.mark.anyio
 async def test_a_call_over_devices_is_alone_on_all_of_them():
-    """Two calls that share one of their devices take turns, in whatever order they name them."""
+    """Two calls that share a device take turns, in whatever order they list their devices."""
     busy, most = 0, 0
 
     async def hold(*devices) -> None:

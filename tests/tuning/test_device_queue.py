@@ -1,4 +1,4 @@
-"""The queue for a device: who is woken, in which order, and what a cancelled waiter leaves to the others."""
+"""The queue for a device: who is woken, in which order, and what happens when a waiter is cancelled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Resumed:
 
 
 class LeftBehind:
-    """A thread that was left behind, in virtual time."""
+    """An abandoned thread in virtual time."""
 
     def __init__(self) -> None:
         self.alive = True
@@ -61,7 +61,7 @@ async def hold(lock: DeviceLock, turns: list, name: object, seconds: float = 1.0
 
 @pytest.mark.anyio
 async def test_each_release_wakes_one_waiter():
-    """However many wait, a release wakes the next in line alone: the cost of a turn does not grow with the queue."""
+    """A release wakes only the next in line, so the cost of a turn does not grow with the queue."""
     lock, turns, resumed = DeviceLock(), [], Counter()
 
     async def wait(name: int) -> None:
@@ -105,7 +105,7 @@ async def test_the_last_holder_may_go_on_before_the_next_in_line():
 
 @pytest.mark.anyio
 async def test_no_task_overtakes_a_waiter_that_was_woken():
-    """Whoever asks between a release and the next waiter's turn queues behind it."""
+    """A task that asks between a release and the next waiter's turn queues behind that waiter."""
     lock, turns, released = DeviceLock(), [], anyio.Event()
 
     async def newcomer() -> None:
@@ -139,13 +139,13 @@ async def test_a_waiter_cancelled_as_its_turn_comes_passes_it_on(order):
             if order == "cancelled, released":
                 scope.cancel()
         scope.cancel()
-    assert turns[-2:] == ["next", "last"]  # on its way out it may have had the lock for a moment
+    assert turns[-2:] == ["next", "last"]  # it may have had the lock for a moment before it left
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 async def test_a_woken_waiter_that_asyncio_cancels_passes_its_turn_on():
-    """`asyncio.Task.cancel` may strike a waiter that was woken and has not run yet; anyio's scopes do not."""
+    """`asyncio.Task.cancel` may hit a waiter that was woken and has not run yet; anyio's scopes do not."""
     lock, turns = DeviceLock(), []
     async with lock.held([]):
         unlucky, other = [asyncio.create_task(hold(lock, turns, name)) for name in ("unlucky", "next")]
@@ -159,7 +159,7 @@ async def test_a_woken_waiter_that_asyncio_cancels_passes_its_turn_on():
 
 @pytest.mark.anyio
 async def test_everyone_in_line_learns_that_the_device_is_stuck():
-    """When patience with a thread that was left behind ends, it ends for all who wait, in the same moment."""
+    """When patience with an abandoned thread ends, all waiters fail at the same moment."""
     lock, told = DeviceLock(), []
 
     async def wait() -> None:
@@ -179,7 +179,7 @@ async def test_everyone_in_line_learns_that_the_device_is_stuck():
 
 @pytest.mark.anyio
 async def test_a_thread_that_comes_back_in_time_leaves_no_deadline_behind():
-    """Once a stray thread is back, those still in line wait for ordinary holders, for as long as that takes."""
+    """Once the abandoned thread has finished, the waiters wait for ordinary holders, without a deadline."""
     lock, turns, thread = DeviceLock(), [], LeftBehind()
     async with anyio.create_task_group() as tasks:
         with anyio.move_on_after(1):
@@ -196,7 +196,7 @@ async def test_a_thread_that_comes_back_in_time_leaves_no_deadline_behind():
 
 @pytest.mark.anyio
 async def test_a_thread_that_returns_at_once_after_a_timeout_leaves_the_device_free():
-    """The deadline has ended the waits, but no waiter has run yet: each has its turn, and none raises DeviceStuck."""
+    """The deadline has passed, but no waiter has run yet: each gets its turn, and none raises DeviceStuck."""
     lock, turns, thread = DeviceLock(), [], LeftBehind()
     names = ["first", "second", "third"]
     async with anyio.create_task_group() as tasks:
@@ -212,7 +212,7 @@ async def test_a_thread_that_returns_at_once_after_a_timeout_leaves_the_device_f
 
 @pytest.mark.anyio
 async def test_many_cold_keys_are_answered_one_by_one():
-    """Keys that are asked for at once are measured one after the other, so the first answer is early."""
+    """Keys requested at once are measured one after the other, so the first answer is early."""
     answered, kernel = [], Toy()
     async with Bench().chain as chain:
 

@@ -37,8 +37,8 @@ def scaled(x, *, cfg):
 @pytest.mark.parametrize(
     "allowed", [{"cache_miss_fallback": "background"}, {"wait_s": 0.001}], ids=["background", "wait"]
 )
-def test_a_caller_that_goes_on_and_donates_its_arguments_harms_no_tune(real_backend, allowed):
-    """It has its guess and no need of them any more; the tune goes on with zeros in their place."""
+def test_a_caller_may_donate_its_arguments_during_a_tune(real_backend, allowed):
+    """It has its heuristic and no more need of them; the tune goes on with zeros in their place."""
 
     async def main():
         async with ConfigSelectorChain(policy=AutotunePolicy(**allowed), sinks=()) as chain:
@@ -54,7 +54,7 @@ def test_a_caller_that_goes_on_and_donates_its_arguments_harms_no_tune(real_back
 
 
 @pytest.mark.parametrize("when", ["before it is lowered", "before it is compiled", "between two samples"])
-def test_a_program_runs_with_zeros_in_the_place_of_what_was_donated(when):
+def test_zeros_replace_donated_arguments(when):
     """Of the same type and in the same place, for every candidate that shares them."""
     x, kept, shared = jax.device_put(jnp.ones(8), jax.devices()[0]), jnp.ones(8), {}
     weak = jnp.asarray(2.5)
@@ -83,7 +83,7 @@ def compiled(fn, x, shared) -> Program:
 
 @pytest.mark.parametrize("who_notices", ["the next to be compared", "a sample"])
 def test_outputs_are_not_compared_with_those_from_before_a_donation(who_notices):
-    """The first were computed with what it held: zeros would make every other candidate a wrong one."""
+    """The first outputs were computed with the original values: with zeros, every other candidate would look wrong."""
     x, shared = jnp.ones(8), {}
     first, second = compiled(lambda x: x * 2, x, shared), compiled(lambda x: x + x, x, shared)
     assert first.outputs()[0].tolist() == [2.0] * 8
@@ -96,7 +96,7 @@ def test_outputs_are_not_compared_with_those_from_before_a_donation(who_notices)
 
 
 def test_outputs_are_compared_if_the_donation_came_before_the_first():
-    """All are computed with the same zeros then."""
+    """Then all are computed with the same zeros."""
     x, shared = jnp.ones(8), {}
     first, second = compiled(lambda x: x + 2, x, shared), compiled(lambda x: x + 3, x, shared)
     donate(x)
@@ -104,8 +104,8 @@ def test_outputs_are_compared_if_the_donation_came_before_the_first():
     assert second.outputs()[0].tolist() == [3.0] * 8
 
 
-def test_nan_computed_from_zeros_in_the_place_of_a_donated_argument_disqualifies_nobody(real_backend):
-    """The incumbent ran with what the argument held: that it had no NaN says nothing of runs with zeros."""
+def test_nan_computed_from_zeros_for_a_donated_argument_disqualifies_no_candidate(real_backend):
+    """The incumbent ran with the original values: that it had no NaN says nothing about zeros."""
     x, times = jnp.ones(8), []
 
     def timer():

@@ -1,4 +1,4 @@
-"""What an earlier tune measured: what is measured anew, and what stands as it was recorded."""
+"""Earlier timings: which candidates are measured again, and which keep their recorded timings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asel.tuning.report import recorded_timings
 
 @pytest.mark.anyio
 async def test_adding_a_candidate_measures_it_and_the_incumbent_and_the_earlier_winner():
-    """What lost then is not measured again: its timing stands as it was recorded, and cannot win."""
+    """Earlier losers are not measured again: they keep their recorded timings, and cannot win."""
     bench = Bench(costs=lambda cfg: {1: 0.3, 2: 0.2, 3: 0.1, 4: 0.15}[cfg.m] * bench.slowness)
     bench.slowness = 1.0
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
-        bench.slowness = 4.0  # a busier day: what was recorded looks fast beside what is measured now
+        bench.slowness = 4.0  # a busier machine: earlier timings look fast
         bench.measure.compiled.clear()
         report = (await chain.select(call(), Wider())).report
     assert [cfg.m for cfg in bench.measure.compiled] == [1, 3, 4]
@@ -43,7 +43,7 @@ def earlier(winner: str, **seconds: float) -> TuneReport:
 @pytest.mark.anyio
 @pytest.mark.parametrize("why", ["no candidate", "negative priority", "failed in a call"])
 async def test_without_the_earlier_winner_all_are_measured_anew(why):
-    """What lost to it may be the best of those that are left."""
+    """A candidate that lost to it may be the best of the rest."""
     measure = ScriptedMeasure({"a": 0.3, "b": 0.1, "new": 0.2})
     candidates = ["a", "b", "new", *([] if why == "no candidate" else ["won"])]
     groups = [(0, 0)] * 3 + [(-1, 0)] if why == "negative priority" else None
@@ -55,7 +55,7 @@ async def test_without_the_earlier_winner_all_are_measured_anew(why):
 
 
 @pytest.mark.anyio
-async def test_without_an_incumbent_the_earlier_winner_is_measured_beside_the_new():
+async def test_without_an_incumbent_the_earlier_winner_and_the_new_candidates_are_measured():
     measure = ScriptedMeasure({"b": 0.1, "new": 0.2})
     report = await Tuner(measure=measure).tune(tune_among("a", "b", "new", earlier=(earlier("b", a=0.3, b=0.1),)))
     assert (report.winner, measure.compiled) == ("b", ["b", "new"])
@@ -64,7 +64,7 @@ async def test_without_an_incumbent_the_earlier_winner_is_measured_beside_the_ne
 @pytest.mark.anyio
 @pytest.mark.parametrize("stage", ["compile", "run"])
 async def test_if_all_that_is_measured_anew_fails_the_others_are_measured_too(stage):
-    """A timing that was recorded is not an answer: whoever is to win has run today."""
+    """A recorded timing is not enough to win: the winner has run in this tune."""
     errors = {f"{stage}_errors": lambda cfg: ValueError("no") if cfg != "b" else None}
     measure = ScriptedMeasure(0.1, **errors)
     state = tune_among("a", "b", "c", "new", incumbent=0, earlier=(earlier("c", a=0.3, b=0.2, c=0.1),))
@@ -83,7 +83,7 @@ async def test_if_all_that_is_measured_anew_fails_the_others_are_measured_too(st
     ],
 )
 def test_timings_of_another_objective_are_not_reused(objective, software, found):
-    """Nor are those of other software; of the same, those of the candidates that are still there and did not win."""
+    """Nor are those of other software; otherwise, those of the candidates that are still listed and did not win."""
     outcomes = (
         Measured("a", 0.1, (0.1,), 0.0),
         Failed("b", "compile", "ValueError", "no"),
@@ -98,7 +98,7 @@ def test_timings_of_another_objective_are_not_reused(objective, software, found)
 
 @pytest.mark.anyio
 async def test_with_a_check_nothing_is_reused(monkeypatch):
-    """Nobody knows what an old winner computed, so all are compiled and checked."""
+    """The outputs of earlier candidates are not recorded, so all are compiled and checked."""
     measure = Computing({"a": 0.003, "wrong": 0.001, "c": 0.002})
     report = earlier("a", a=0.003, wrong=0.004)
     state = tune_among("a", "wrong", "c", incumbent=0, earlier=(report,))
@@ -114,7 +114,7 @@ async def _at_once(what, work, **options):
 
 @pytest.mark.anyio
 async def test_a_retune_measures_everything_again():
-    """On purpose means on purpose."""
+    """An explicit `retune` reuses nothing."""
     bench = Bench()
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
@@ -125,7 +125,7 @@ async def test_a_retune_measures_everything_again():
 
 @pytest.mark.anyio
 async def test_timings_of_another_environment_are_not_reused(monkeypatch):
-    """Another jaxlib may have changed what is fast."""
+    """Another jaxlib may have changed which candidate is fast."""
     bench = Bench(costs=0.1)
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
@@ -136,8 +136,8 @@ async def test_timings_of_another_environment_are_not_reused(monkeypatch):
 
 
 @pytest.mark.anyio
-async def test_a_barred_candidate_does_not_win_by_an_old_timing():
-    """A negative priority is a no, whatever was measured before it was given."""
+async def test_a_candidate_with_a_negative_priority_does_not_win_by_an_old_timing():
+    """A negative priority excludes a candidate, even if it was measured before."""
 
     class Banned(Wider):
         def candidate_priority(self, cfg, inv):

@@ -1,4 +1,4 @@
-"""A candidate that raises, hangs or returns nonsense is one outcome, and harms nobody."""
+"""A candidate that raises, hangs or returns nonsense is one outcome, and does not affect the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asel.tuning.measure import Lowered
 
 
 class Fixed:
-    """A measure that takes no time and returns what it is told to."""
+    """A measure that takes no time and returns given values."""
 
     def __init__(self, seconds) -> None:
         self._seconds = seconds
@@ -63,7 +63,7 @@ async def test_a_failing_candidate_is_one_outcome(stage, incumbent):
 
 @pytest.mark.anyio
 async def test_candidates_rejoin_if_the_one_they_lost_to_fails_late():
-    """A rival that was dropped for being slower than what then broke is measured on, and wins."""
+    """A rival that was dropped for being slower than a candidate that then fails is measured further, and wins."""
 
     class Flaky(ScriptedMeasure):
         async def compile(self, trial):
@@ -89,7 +89,7 @@ async def test_candidates_rejoin_if_the_one_they_lost_to_fails_late():
 @pytest.mark.anyio
 @pytest.mark.parametrize("stage", ["compile", "measure"])
 async def test_a_hanging_candidate_times_out_and_harms_no_other(stage):
-    """A candidate that hangs is a Failed TimeoutError after `candidate_timeout_s`; the rest go on as if it were not."""
+    """A candidate that hangs is a Failed TimeoutError after `candidate_timeout_s`; the others are unaffected."""
     script = {"compile": {"compile_s": {"a": 0, "hangs": 1e9, "c": 0}}, "measure": {"hangs": {"hangs"}}}
     tuner, _ = tuner_of({"a": 0.2, "hangs": 0.2, "c": 0.1}, **script[stage])
     start = anyio.current_time()
@@ -119,7 +119,7 @@ class TwoSteps(ScriptedMeasure):
 @pytest.mark.anyio
 @pytest.mark.parametrize(("timeout_s", "made"), [(7.0, False), (11.0, True)])
 async def test_the_timeout_is_for_lowering_and_compiling_together(timeout_s, made):
-    """A candidate has one timeout to be made ready in, in however many steps; it fails when that is over."""
+    """One timeout covers all steps that make a candidate ready."""
     sink = RecordingSink()
     state = tune_among("slow", "b", emit=sink.emit, candidate_timeout_s=timeout_s)
     measure = TwoSteps(0.1, compile_s={"slow": 5.0, "b": 0.0})
@@ -144,8 +144,8 @@ async def test_a_sample_that_is_not_a_duration_is_a_failure(seconds):
 
 
 @pytest.mark.anyio
-async def test_no_time_at_all_is_a_duration():
-    """A clock too coarse to see the candidate run says zero, which is a measurement."""
+async def test_zero_is_a_duration():
+    """A coarse clock may measure zero, which is a valid measurement."""
     report = await Tuner(warmup=0, iters=1, measure=Fixed({"a": 0.5, "b": 0})).tune(tune_among("a", "b", incumbent=0))
     assert report.winner == "b"
     assert set(report.outcomes[1].samples_s) == {0.0}
@@ -153,7 +153,7 @@ async def test_no_time_at_all_is_a_duration():
 
 @pytest.mark.anyio
 async def test_when_all_fail_the_error_carries_everything():
-    """A tune without a single measurement is a TuningError with every outcome, caused by a group of what was raised."""
+    """A tune without a measurement raises a TuningError with all outcomes, caused by a group of the errors."""
     key = CacheKey("dev", "op@v1", "call")
     errors = {"a": LookupError("first"), "b": ArithmeticError("second")}
     tuner, _ = tuner_of(compile_errors={"a": errors["a"]}, run_errors={"b": errors["b"]}, hangs={"c"})
@@ -191,7 +191,7 @@ async def test_a_candidate_that_exits_ends_itself_alone():
 
 @pytest.mark.anyio
 async def test_a_tune_in_which_all_fail_stores_nothing():
-    """A heuristic that stands in for a tune in which everything failed reaches no store."""
+    """The heuristic that answers after a failed tune is not stored."""
 
     class Shelf:
         put_calls = 0

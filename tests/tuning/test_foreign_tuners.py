@@ -1,4 +1,4 @@
-"""Tuners of other make, which only have `autotune`."""
+"""Other libraries' tuners, which only have `autotune`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asel.tuning.foreign_tuner import as_tuner
 
 
 class AsyncOnly:
-    """Somebody's own tuner, async."""
+    """A user's own tuner, async."""
 
     def __init__(self, found=BEST, takes_s: float = 1.0) -> None:
         self._found, self._takes_s = found, takes_s
@@ -40,7 +40,7 @@ class AsyncOnly:
 
 
 class SyncOnly:
-    """Somebody's own tuner, blocking, as ejKernel's is."""
+    """A user's own tuner, blocking, like ejKernel's."""
 
     def __init__(self, found=BEST) -> None:
         self._found = found
@@ -56,8 +56,8 @@ class SyncOnly:
 
 
 @pytest.mark.anyio
-async def test_a_tuner_with_only_an_async_autotune_will_do():
-    """A chain takes any object with ejKernel's `autotune`: it is given the call, and what it names is the answer."""
+async def test_a_tuner_with_only_an_async_autotune_is_accepted():
+    """A selector accepts any object with ejKernel's `autotune`: it gets the call, and returns the answer."""
     tuner, inv = AsyncOnly(), call()
     bench = Bench(tuner=tuner)
     async with bench.chain as chain:
@@ -99,7 +99,7 @@ def test_a_blocking_autotune_runs_with_the_callers_jax_settings(real_backend):
 
 @pytest.mark.anyio
 async def test_a_tuner_with_only_autotune_is_alone_on_its_device():
-    """Every tuner measures alone: the device lock is held for tuners that do not know of it."""
+    """The device lock is also held for tuners that do not know it."""
     tuner = AsyncOnly()
     async with Bench(tuner=tuner).chain as chain, anyio.create_task_group() as tasks:
         tasks.start_soon(chain.choose, call(8), Toy())
@@ -110,7 +110,7 @@ async def test_a_tuner_with_only_autotune_is_alone_on_its_device():
 
 @pytest.mark.anyio
 async def test_a_tuner_with_only_autotune_ends_with_the_budget():
-    """A pending tune always ends, whoever measures: after `tune_budget_s` it has failed and the heuristic answers."""
+    """A pending tune always ends: after `tune_budget_s` it has failed, and the heuristic answers."""
     bench = Bench(tuner=AsyncOnly(takes_s=math.inf), allow={"tune_budget_s": 20.0})
     async with bench.chain as chain:
         selection = await chain.select(call(), Toy())
@@ -120,7 +120,7 @@ async def test_a_tuner_with_only_autotune_ends_with_the_budget():
 @pytest.mark.anyio
 @pytest.mark.parametrize("found", [None, LookupError("no such tile")])
 async def test_a_tuner_that_finds_nothing_has_failed(found):
-    """No answer from somebody's own tuner, or an error, is a failed tune: the heuristic answers and says why."""
+    """If a user's own tuner returns nothing or raises, the tune has failed: the heuristic answers with the reason."""
     bench = Bench(tuner=AsyncOnly(found))
     async with bench.chain as chain:
         selection = await chain.select(call(), Toy())
@@ -130,7 +130,7 @@ async def test_a_tuner_that_finds_nothing_has_failed(found):
 
 
 def test_a_tuner_needs_tune_or_autotune():
-    """What has `tune` is used as it is, and what can neither `tune` nor `autotune` is refused with its name."""
+    """An object with `tune` is used directly; one with neither `tune` nor `autotune` is refused by name."""
     tuner = Tuner()
     assert as_tuner(tuner) is tuner
     with pytest.raises(InvalidRequestError, match=r"tuner=42 .* pass a Tuner"):

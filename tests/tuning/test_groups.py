@@ -18,7 +18,7 @@ class Grouped(Toy):
 
 @pytest.mark.anyio
 async def test_higher_groups_go_first_and_a_success_ends_it():
-    """Only the highest group and the incumbent are tried; the rest are Skipped, and say why."""
+    """Only the highest group and the incumbent are tried; the rest are Skipped with the reason."""
     bench = Bench(costs=lambda cfg: 1.0)
     async with bench.chain as chain:
         report = (await chain.select(call(), Grouped())).report
@@ -33,7 +33,7 @@ async def test_higher_groups_go_first_and_a_success_ends_it():
 
 @pytest.mark.anyio
 async def test_a_group_that_fails_gives_way_to_the_next():
-    """Where nothing of a group can be measured, the group below has its turn; the incumbent alone is not a success."""
+    """If no candidate of a group can be measured, the group below is tried; the incumbent alone is not a success."""
     bench = Bench(
         costs=lambda cfg: 1 / cfg.m, script={"compile_errors": lambda cfg: ValueError() if cfg.m in (2, 3) else None}
     )
@@ -44,7 +44,7 @@ async def test_a_group_that_fails_gives_way_to_the_next():
 
 @pytest.mark.anyio
 async def test_a_priority_alone_orders_one_group():
-    """A plain number is a priority: all that is not negative is tried."""
+    """A plain number is a priority: every candidate that is not negative is tried."""
 
     class Ordered(Toy):
         def candidate_priority(self, cfg, inv):
@@ -79,7 +79,7 @@ async def test_invalid_priorities_make_autotune_decline(wrong):
 @pytest.mark.anyio
 @pytest.mark.parametrize(("added", "compiled"), [((4,), [1, 2]), ((3, 4), [1, 3, 2])])
 async def test_groups_are_tried_in_order_beside_earlier_timings(added, compiled):
-    """The earlier winner and what was added are tried as in a first tune: a success of theirs ends it."""
+    """The earlier winner and added candidates are tried by group, as in a first tune: a success ends it."""
 
     class Few(Grouped):
         candidates = (Blocks(1), Blocks(2))

@@ -19,24 +19,24 @@ from asel.tuning import host_lock
 from asel.tuning.device_lock import alone_on
 from asel.tuning.host_lock import HostLock, host_device, lock_directory
 
-PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+PATIENCE_S = 10.0  # after this a closed gate fails the test; no passing test waits so long
 
 
 @pytest.fixture(autouse=True)
 def _own_directory(monkeypatch, tmp_path):
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(host_lock, "_told", set())
+    monkeypatch.setattr(host_lock, "_warned", set())
 
 
 @pytest.fixture
 def patience_ends(monkeypatch):
-    """Nobody waits for a holder: as if it had been waited for long enough."""
+    """Let patience end at once, as if the holder had been waited for long enough."""
     monkeypatch.setattr(host_lock, "_PATIENCE_S", 0.0)
 
 
 async def is_free(name: str = "cpu-0") -> bool:
-    """Tell whether another process would get the lock now: to the system, a second handle is one."""
+    """Return whether another process could take the lock now: to the system, a second handle counts as one."""
     other = HostLock(name)
     other._patience_s = PATIENCE_S
     with anyio.move_on_after(0.05):
@@ -59,7 +59,7 @@ def test_samples_of_two_processes_never_overlap_and_a_killed_holder_frees_the_de
         assert [user.says() for user in users] == ["tuned", "tuned"]
         noted = runs(log)
         assert all(earlier.end_ns <= later.start_ns for earlier, later in pairwise(noted))
-        # Nobody had to wait for the other's whole tune.
+        # Neither waited for the other's whole tune.
         assert sum(earlier.user != later.user for earlier, later in pairwise(noted)) >= 10
 
         holder = users[0]
@@ -91,7 +91,7 @@ def test_a_waiting_process_goes_before_one_that_just_had_the_device(real_backend
             async with anyio.create_task_group() as tasks:
                 async with busy.held([]):
                     tasks.start_soon(wait)
-                    await anyio.wait_all_tasks_blocked()  # its first look at the lock was in vain
+                    await anyio.wait_all_tasks_blocked()  # its first attempt failed
                     while waiting._files is None or busy._files[0].take():  # until it is in the queue
                         busy._files[0].give_back()
                         await anyio.lowlevel.checkpoint()
@@ -103,7 +103,7 @@ def test_a_waiting_process_goes_before_one_that_just_had_the_device(real_backend
 
 
 def test_a_thread_left_behind_keeps_the_device_unless_it_timed_out(real_backend):
-    """After a cancelled sample the device is free when its thread is back; one that hangs keeps nobody waiting."""
+    """After a cancelled sample the device is free once its thread has finished; one that hangs delays no other."""
 
     async def main():
         lock, back = HostLock("cpu-0"), threading.Event()
@@ -127,13 +127,13 @@ def test_a_thread_left_behind_keeps_the_device_unless_it_timed_out(real_backend)
         back.set()
         with anyio.fail_after(PATIENCE_S):
             await is_back.wait()
-            while not await is_free():  # the lock is told of it in the same round of the loop
+            while not await is_free():  # the lock is released in the same round of the loop
                 pass
 
     anyio.run(main, backend=real_backend)
 
 
-def test_a_holder_that_does_not_let_go_is_waited_for_once(patience_ends, caplog, real_backend):
+def test_a_holder_that_keeps_the_lock_is_waited_for_once(patience_ends, caplog, real_backend):
     """A stopped process costs one wait and one warning; the lock is respected again once it could be taken."""
 
     async def main():
@@ -152,9 +152,9 @@ def test_a_holder_that_does_not_let_go_is_waited_for_once(patience_ends, caplog,
     anyio.run(main, backend=real_backend)
 
 
-def test_tuning_goes_on_where_no_lock_can_be_had(tmp_path, monkeypatch, caplog):
-    """If others may write to the directory there is no lock: said once, and the device is used all the same."""
-    tmp_path.chmod(0o777)  # so it is not taken for a private one
+def test_tuning_goes_on_without_a_lock(tmp_path, monkeypatch, caplog):
+    """If other users may write to the directory there is no lock: that is logged once, and tuning goes on."""
+    tmp_path.chmod(0o777)  # so that it does not count as private
     monkeypatch.setattr(host_lock.tempfile, "gettempdir", lambda: str(tmp_path))
     planted = tmp_path / f"asel-{os.geteuid()}"
     planted.symlink_to(tmp_path)
@@ -171,8 +171,8 @@ def test_tuning_goes_on_where_no_lock_can_be_had(tmp_path, monkeypatch, caplog):
     assert sorted(path.name for path in tmp_path.iterdir()) == [planted.name]
 
 
-def test_the_lock_outlives_a_fork_and_a_tidied_directory():
-    """A forked child neither frees nor keeps its parent's lock; if the file is removed, a new one counts for all."""
+def test_the_lock_survives_a_fork_and_a_deleted_file():
+    """A forked child neither frees nor keeps its parent's lock; if the file is deleted, all processes use a new one."""
 
     folder = lock_directory()
 
@@ -195,7 +195,7 @@ def test_the_lock_outlives_a_fork_and_a_tidied_directory():
 
 
 def test_a_device_has_one_name_in_all_processes(monkeypatch):
-    """A program that sees only the second GPU calls it 0, and so does one that sees both of the first."""
+    """A GPU has the same name in programs that number it differently."""
     gpu, cpu = SimpleNamespace(platform="gpu", local_hardware_id=0, id=8), jax.local_devices()[0]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert host_device(gpu) == "gpu-0"

@@ -1,4 +1,4 @@
-"""Kernels that hang, run out of memory, donate their inputs or return anything: each is one outcome."""
+"""Kernels that hang, run out of memory, donate their inputs or return odd objects: each is one outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from asel.tuning.state import TuneState
 
 
 def test_a_candidate_that_asks_for_too_much_memory_is_one_outcome(real_backend):
-    """What the allocator refuses costs its candidate and nobody else."""
+    """An allocation that fails costs only its own candidate."""
 
     def run(x, *, cfg):
         return jnp.zeros((1 << 45,), jnp.float32) + x[0] if cfg == "huge" else x + 1
@@ -41,7 +41,7 @@ def test_a_candidate_that_asks_for_too_much_memory_is_one_outcome(real_backend):
 
 
 def test_a_candidate_that_fails_at_its_third_sample_cannot_win(real_backend):
-    """Two good samples do not make a winner of what breaks at the third."""
+    """Two good samples are not enough if the third fails."""
     ran = []
 
     def fragile(x):
@@ -61,7 +61,7 @@ def test_a_candidate_that_fails_at_its_third_sample_cannot_win(real_backend):
 
 
 def test_a_candidate_that_hangs_is_abandoned_on_time(real_backend):
-    """The answer comes from the others while it hangs, and an event tells of the thread."""
+    """The others answer while it hangs, and an event reports the thread."""
     release, released = threading.Event(), []
 
     def run(x, *, cfg):
@@ -83,8 +83,8 @@ def test_a_candidate_that_hangs_is_abandoned_on_time(real_backend):
     assert sink.events[-1].abandoned == ("lowering 'hangs'",)
 
 
-def test_a_candidate_that_loops_in_python_is_stopped_and_costs_its_rivals_nothing(real_backend):
-    """A thread that is left to compute in Python slows whatever runs after it a hundredfold."""
+def test_a_candidate_that_loops_in_python_is_stopped_and_does_not_slow_its_rivals(real_backend):
+    """An abandoned thread that runs Python would slow the next candidates a hundredfold."""
     stopped = threading.Event()
 
     def loop():
@@ -109,8 +109,8 @@ def test_a_candidate_that_loops_in_python_is_stopped_and_costs_its_rivals_nothin
 
 
 @pytest.mark.parametrize("what", ["example inputs", "check", "foreign tuner"])
-def test_whatever_of_a_users_loops_in_python_is_stopped_on_time(real_backend, what):
-    """What makes inputs, compares outputs or is a tuner of its own has its bounds as a candidate has."""
+def test_user_code_that_loops_in_python_is_stopped_on_time(real_backend, what):
+    """Functions that make inputs or compare outputs, and other tuners, have time limits like candidates."""
     stopped, sink = threading.Event(), RecordingSink()
 
     def loop():
@@ -140,8 +140,8 @@ def test_whatever_of_a_users_loops_in_python_is_stopped_on_time(real_backend, wh
     assert sink.events[-1].abandoned == ()
 
 
-def test_a_candidate_that_hangs_as_it_runs_leaves_those_before_it(real_backend):
-    """Its thread keeps the device, so the rest are not tried; the answer comes, on time, from what was measured."""
+def test_after_a_candidate_hangs_the_measured_ones_answer(real_backend):
+    """Its thread keeps the device, so the rest are not tried; the answer comes on time from those already measured."""
     took_s = []
     while len(took_s) < 3 and min(took_s, default=9) >= 0.7:  # on a busy machine, the best of three
         report, sink = hung_as_it_runs(real_backend, threading.Event())
@@ -169,13 +169,13 @@ def hung_as_it_runs(backend, release):
         release.set()
 
 
-def test_a_candidate_that_hangs_un_jitted_leaves_those_that_are_compiled(real_backend):
-    """It has its turn when they are measured, and the device from then on: the next one of its kind is not tried."""
+def test_a_candidate_that_hangs_un_jitted_does_not_affect_compiled_ones(real_backend):
+    """It is tried after they are measured, and then keeps the device: the next uncompilable one is not tried."""
     release = threading.Event()
 
     def run(x, *, cfg):
         if isinstance(cfg, str):
-            np.asarray(x)  # which no tracer can be made
+            np.asarray(x)  # impossible for a tracer
             assert cfg != "hangs" or release.wait(4)
             return x
         return x + cfg
@@ -193,7 +193,7 @@ def test_a_candidate_that_hangs_un_jitted_leaves_those_that_are_compiled(real_ba
 
 
 def test_outputs_are_compared_with_an_incumbent_that_runs_un_jitted(real_backend):
-    """It is tried before anyone is checked, though not before they are compiled."""
+    """It is tried before any check, though after the others are compiled."""
 
     def run(x, *, cfg):
         if cfg == "incumbent":
@@ -207,7 +207,7 @@ def test_outputs_are_compared_with_an_incumbent_that_runs_un_jitted(real_backend
 
 
 def test_un_jitted_candidates_run_alone(real_backend):
-    """Finding out whether one runs is a run: nobody else is on the device meanwhile."""
+    """Trying whether a candidate runs is a run, so no other may use the device."""
     at_work, most = [], []
 
     def run(x, *, cfg):
@@ -230,8 +230,8 @@ def test_un_jitted_candidates_run_alone(real_backend):
 
 
 @pytest.mark.parametrize("who", ["the same state", "another tune"])
-def test_after_a_tune_was_cancelled_in_the_middle_of_a_sample_all_are_measured(real_backend, who):
-    """Its thread is back in a moment, and is waited for: nobody is skipped as if it had hung."""
+def test_after_a_tune_cancelled_during_a_sample_every_candidate_is_measured(real_backend, who):
+    """The interrupted thread soon finishes and is waited for, so no candidate is skipped as if it had hung."""
     running, cancelled = threading.Event(), threading.Event()
 
     def make_fn(cfg):
@@ -262,11 +262,11 @@ def test_after_a_tune_was_cancelled_in_the_middle_of_a_sample_all_are_measured(r
 
 @pytest.mark.parametrize("check", [None, True])
 def test_a_kernel_that_donates_its_inputs_can_be_sampled_again(real_backend, check):
-    """What a sample or a check destroys is there for the next, jitted or not, and the caller's array is unharmed."""
+    """Each sample or check gets its own copy of donated inputs, jitted or not, and the caller's array survives."""
     donating = jax.jit(lambda x: x * 2, donate_argnums=0)
 
     def run(x, *, cfg):
-        if cfg == "eager" and float(x[0]) < 0:  # asks for a value, so it cannot be traced
+        if cfg == "eager" and float(x[0]) < 0:  # needs a value, so it cannot be traced
             return x
         return donating(x)
 
@@ -318,7 +318,7 @@ GARBAGE = {
 @pytest.mark.parametrize("real_backend", [ONE_BACKEND])
 @pytest.mark.parametrize(("objective", "check"), [("forward", None), ("forward", True), ("forward+backward", None)])
 def test_whatever_a_kernel_returns_costs_one_outcome_at_most(real_backend, objective, check):
-    """A result that is not an array is timed as it is, or fails; a check keeps it from winning."""
+    """A candidate whose result is not an array is timed or fails; with a check it cannot win."""
     make_fn = {"good": lambda x: x + 1, **GARBAGE, "late": lambda x: x + 1 + 0 * x}.__getitem__
     cfgs = ("good", *GARBAGE, "late")
     state = tune_of(cfgs, make_fn, (jnp.ones(8),), {}, incumbent=0, objective=objective)

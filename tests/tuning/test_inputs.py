@@ -1,4 +1,4 @@
-"""What of a call is a parameter of the compiled program, what a constant, and what becomes zeros."""
+"""Which parts of a call are parameters of the compiled program, which are constants, and which become zeros."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Mask:
-    """Nothing JAX knows: a leaf, whatever is in it."""
+    """An object unknown to JAX, so it is a leaf."""
 
     window: int
     offsets: tuple[int, ...] = field(default=(1, 2))
@@ -57,8 +57,8 @@ class Mask:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_is_not_an_array_is_a_constant(constant):
-    """Strings, numbers, dtypes, callables and unknown objects reach the candidate as the very objects they are."""
+def test_arguments_other_than_arrays_are_constants(constant):
+    """Strings, numbers, dtypes, callables and unknown objects reach the candidate unchanged."""
     (positional, nested), kwargs = seen_by_candidate(ONE_BACKEND, constant, [constant, (constant,)], named=constant)
     for value in (positional, nested[0], nested[1][0], kwargs["named"]):
         assert value is constant
@@ -75,7 +75,7 @@ def test_arrays_are_parameters(make, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "bool", "complex64", "bfloat16"])
 def test_numpy_scalars_are_parameters(dtype):
-    """As they are to `jax.jit`: a step count that comes as `np.int32` compiles once."""
+    """As for `jax.jit`: a step count of type `np.int32` compiles once."""
     (value,), kwargs = seen_by_candidate(ONE_BACKEND, jnp.dtype(dtype).type(1), named=jnp.dtype(dtype).type(0))
     assert is_parameter(value)
     assert is_parameter(kwargs["named"])
@@ -90,7 +90,7 @@ def test_random_keys_are_parameters(real_backend):
 
 
 def test_containers_keep_their_form(real_backend):
-    """Nested containers and registered pytrees arrive as what they were, array leaves traced and the rest untouched."""
+    """Nested containers and registered pytrees keep their structure, with traced arrays and other leaves unchanged."""
     x = jnp.ones((4,))
     (tree, pair, layer), kwargs = seen_by_candidate(
         real_backend,
@@ -134,7 +134,7 @@ def values_computed_with(backend, *args) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "complex64", "bfloat16", "float8_e5m2"])
 def test_shapes_become_zeros(dtype):
-    """Where the arguments are only shapes, the candidate runs on zeros of the same shape and dtype."""
+    """If the arguments are only shapes, the candidate runs on zeros of the same shape and dtype."""
     x = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
     shape, array = values_computed_with(ONE_BACKEND, jax.ShapeDtypeStruct((3, 2), jnp.dtype(dtype)), x)
     assert (shape.shape, shape.dtype) == ((3, 2), jnp.dtype(dtype))
@@ -143,7 +143,7 @@ def test_shapes_become_zeros(dtype):
 
 
 def test_shapes_keep_their_sharding():
-    """Zeros lie where the shape says, or else on the tune's device."""
+    """Zeros are placed by the shape's sharding, or else on the tune's device."""
     [device, *_] = jax.devices()
     mesh = jax.sharding.Mesh(np.array([device]), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -153,8 +153,8 @@ def test_shapes_keep_their_sharding():
     assert placed.committed
 
 
-def test_shapes_of_a_mapped_call_are_placed_as_its_specs_say():
-    """They belong on all of its mesh's devices; what its spec does not fit is on each; arrays stay where they are."""
+def test_shapes_of_a_mapped_call_are_placed_by_its_specs():
+    """Shapes are placed on the devices of its mesh, replicated if the spec does not fit; arrays stay in place."""
     mesh, spec = jax.sharding.AbstractMesh((2,), ("d",)), jax.sharding.PartitionSpec
 
     def placed(in_specs, *args, **kwargs):
@@ -183,7 +183,7 @@ def test_shapes_keep_their_weak_type(real_backend):
 
 
 def test_shapes_of_random_keys_become_keys(real_backend):
-    """A call that was recorded with a PRNG key can be measured: a key takes the place of its shape."""
+    """A call that was recorded with a PRNG key can be measured: a key replaces its shape."""
     key = jax.random.key(0)
     drawn = []
 
@@ -196,7 +196,7 @@ def test_shapes_of_random_keys_become_keys(real_backend):
 
 
 def test_tracers_are_forgotten():
-    """`abstract` keeps of a tracer what may outlive its trace, and leaves everything else as it is."""
+    """`abstract` turns a tracer into a shape, which may outlive the trace, and returns any other leaf unchanged."""
     kept = []
     jax.jit(lambda x: kept.append(abstract(x)) or x)(jnp.ones((2, 3), jnp.bfloat16))
     jax.jit(lambda x: kept.append(abstract(x)) or x)(1.0)

@@ -1,4 +1,4 @@
-"""JAX's measure on its own, and what it does to the event loop."""
+"""JAX's measure on its own, and its effect on the event loop."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from asel.tuning.measure import Trial
 from asel.tuning.program import Program
 
 
-def test_measure_works_alone(real_backend):
-    """`Tuner.measure` needs no chain: seconds in, and more of them for more work."""
+def test_measure_works_without_a_selector(real_backend):
+    """`Tuner.measure` returns seconds, and more of them for more work."""
 
     async def main():
         x = jnp.ones(64)
@@ -40,8 +40,8 @@ def test_measure_works_alone(real_backend):
     assert 0 < short < long
 
 
-def test_autotune_works_alone(real_backend):
-    """`Tuner.autotune` needs no chain: the candidate that does the least work wins."""
+def test_autotune_works_without_a_selector(real_backend):
+    """`Tuner.autotune` returns the candidate that does the least work."""
 
     async def main():
         return await Tuner().autotune(spin, (jnp.ones(64),), {}, [20_000, 1, 10_000])
@@ -50,7 +50,7 @@ def test_autotune_works_alone(real_backend):
 
 
 def test_the_timer_can_be_given(real_backend):
-    """Durations come from the timer that was given: its readings, around one run each."""
+    """Durations are differences of the given timer's readings, around one run each."""
     ticks = iter([60.0, 100.0, 200.0, 201.0, 300.0, 303.0, 400.0, 402.0])
 
     async def main():
@@ -62,7 +62,7 @@ def test_the_timer_can_be_given(real_backend):
 
 
 def test_the_clock_stops_when_the_outputs_are_there(real_backend):
-    """A sample includes the computation and not just its dispatch, which JAX returns from long before."""
+    """A sample includes the computation, and not just its dispatch, which returns early in JAX."""
 
     def fn(x):
         return x @ x @ x @ x
@@ -79,7 +79,7 @@ def test_the_clock_stops_when_the_outputs_are_there(real_backend):
 
 
 def test_every_output_is_waited_for():
-    """A run is over when the last of its outputs is there, not the first."""
+    """A run ends when its last output is ready, not the first."""
     waited = []
 
     class Output:
@@ -147,7 +147,7 @@ def test_a_candidate_that_exits_is_only_a_failed_candidate(real_backend):
 
 @pytest.mark.parametrize(("trouble", "error_type"), [("raises", "LookupError"), ("hangs", "TimeoutError")])
 def test_a_candidate_that_cannot_be_built_is_one_outcome(real_backend, trouble, error_type):
-    """Whether `make_fn` raises or never returns, the stage is "build" and the others are measured."""
+    """If `make_fn` raises or never returns, the stage is "build" and the others are measured."""
     release = threading.Event()
 
     def make_fn(cfg):
@@ -168,8 +168,8 @@ def test_a_candidate_that_cannot_be_built_is_one_outcome(real_backend, trouble, 
     assert [busy.what for busy in state.left_behind] == (["lowering 'hangs'"] if trouble == "hangs" else [])
 
 
-def test_an_error_without_words_is_one_outcome(real_backend):
-    """An exception whose message raises is a Failed outcome like any other, and harms nobody."""
+def test_an_error_whose_message_raises_is_one_outcome(real_backend):
+    """An exception whose message raises is a Failed outcome like any other."""
 
     class Mute(Exception):
         def __str__(self):
@@ -188,8 +188,8 @@ def test_an_error_without_words_is_one_outcome(real_backend):
 
 
 @pytest.mark.parametrize("stage", ["compile", "measure"])
-def test_the_loop_takes_turns_while_a_candidate_is_slow(stage, real_backend):
-    """Compiling and running happen off the event loop: a heartbeat beats while a candidate stands still."""
+def test_the_loop_runs_while_a_candidate_is_slow(stage, real_backend):
+    """Compiling and running happen off the event loop: a heartbeat goes on while a candidate blocks."""
     entered, gate, opened = threading.Event(), threading.Event(), []
 
     def stand_still() -> None:
@@ -243,13 +243,13 @@ os._exit(0)  # blockbuster alone crashes an interpreter with buffered streams as
 
 @pytest.mark.timeout(60)  # another process loads JAX
 def test_the_first_selection_of_a_process_does_not_block_the_loop():
-    """Whatever asel has to learn of JAX and of the machine, it does not learn by reading files on the event loop."""
+    """asel never reads files on the event loop to find out about JAX or the machine."""
     ran = subprocess.run([sys.executable, "-c", _FIRST_CALL], capture_output=True, text=True, timeout=55, check=False)
     assert (ran.stdout, ran.returncode) == ("autotune\n", 0), ran.stderr
 
 
 def test_a_tune_of_real_candidates_keeps_every_outcome(real_backend):
-    """From a chain to the device and back: the fastest real candidate wins, and a broken one is an outcome."""
+    """From the selector to the device and back: the fastest real candidate wins, and a broken one is an outcome."""
 
     def run(x, *, cfg):
         if cfg == "broken":

@@ -1,4 +1,4 @@
-"""The contract of a measure: what the tuner relies on, whoever does the timing. In real time, with real threads."""
+"""The contract of every measure that tuners rely on. In real time, with real threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asel.tuning.measure import Trial
 
 
 class ScriptedRig:
-    """The scripted measure, told how each candidate behaves."""
+    """The scripted measure, with a script of each candidate's behaviour."""
 
     def __init__(self) -> None:
         self.measure = ScriptedMeasure(
@@ -42,7 +42,7 @@ class ScriptedRig:
 
 
 class JaxRig:
-    """The JAX measure, with candidates that behave that way."""
+    """The JAX measure, with candidates of the same behaviour."""
 
     def __init__(self) -> None:
         self.measure = JaxMeasure()
@@ -89,7 +89,7 @@ def test_contract_a_sampler_returns_seconds_each_time_it_is_called(rig, real_bac
 
 
 def test_contract_an_error_is_raised_at_its_stage(rig, real_backend):
-    """What cannot be compiled raises from `compile`; what cannot run compiles, and raises from its sampler."""
+    """A candidate that cannot be compiled raises from `compile`; one that cannot run raises from its sampler."""
 
     async def main():
         with pytest.raises(LookupError, match="no such tile"):
@@ -116,8 +116,8 @@ def test_contract_every_step_can_be_cancelled(rig, stage, real_backend):
     assert anyio.run(main, backend=real_backend)
 
 
-def test_contract_a_tuner_finds_the_same_with_either(rig, real_backend):
-    """Whichever measure a tuner has, the same behaviour becomes the same kind of outcome."""
+def test_contract_a_tuner_reports_the_same_outcomes(rig, real_backend):
+    """With every measure, the same behaviour becomes the same kind of outcome."""
 
     async def main():
         cfgs = ("good", "bad compile", "bad run")

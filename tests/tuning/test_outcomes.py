@@ -14,7 +14,8 @@ from asel import Failed, Measured, Skipped, Tuner, TuneReport, TuningError
 from asel.kernels.config_text import MAX_CONFIG_CHARS, config_texts
 from asel.kernels.keys import CacheKey
 from asel.testing import ReplayMeasure
-from asel.tuning.outcomes import MAX_LINE_CHARS, in_words, text_of
+from asel.tuning.outcomes import in_words, text_of
+from asel.tuning.report_text import MAX_LINE_CHARS
 
 REPORT = TuneReport(
     key=CacheKey("dev", "op@v1", "key"),
@@ -33,7 +34,7 @@ REPORT = TuneReport(
 
 
 def test_a_report_round_trips_through_json():
-    """What was read is equal to what was written; only the live exception objects stay behind."""
+    """A report that was written and read is equal, except for live exception objects."""
     text = REPORT.to_json()
     again = TuneReport.from_json(text, load=lambda value: Blocks(**value))
     assert again == REPORT
@@ -41,15 +42,15 @@ def test_a_report_round_trips_through_json():
     assert json.loads(text)["outcomes"][0]["kind"] == "measured"
 
 
-def test_configs_are_dumped_as_the_caller_likes():
-    """`dump` and `load` stand in where a config is neither a dataclass nor JSON."""
+def test_a_caller_may_dump_and_load_configs_itself():
+    """`dump` and `load` are for configs that are neither dataclasses nor JSON."""
     text = REPORT.to_json(dump=lambda cfg: cfg.m)
     assert json.loads(text)["winner"] == 2
     assert TuneReport.from_json(text, load=Blocks) == REPORT
 
 
 def test_best_is_the_winners_measurement():
-    """A report names its winner and where to find how fast it was."""
+    """A report has its winner and the winner's measurement."""
     assert REPORT.best is REPORT.outcomes[0]
 
 
@@ -77,8 +78,8 @@ class Plain:
     [(Plain, lambda cfg: cfg.m), (lambda m: {"w": np.array([m, m])}, lambda cfg: int(cfg["w"][0]))],
     ids=["no equality", "arrays"],
 )
-def test_configs_are_known_by_what_they_are_and_not_by_their_equality(make, dump):
-    """A report that was read again knows its winner, and prints, whatever class its configs are of."""
+def test_configs_are_compared_by_value_and_not_by_their_own_equality(make, dump):
+    """A report that was read again finds its winner and prints, with configs of any class."""
     configs = [make(m) for m in (1, 2)]
     outcomes = tuple(Measured(cfg, 0.5 - m / 10, (0.5,), 1.0) for m, cfg in enumerate(configs))
     report = replace(REPORT, winner=configs[1], incumbent=configs[0], outcomes=outcomes, margin=0.2)
@@ -111,7 +112,7 @@ def test_a_duration_is_written_without_exponents(seconds, text):
 
 @pytest.mark.anyio
 async def test_the_printed_margin_is_that_of_the_printed_times():
-    """A reader who divides the two times gets the margin: what ranks candidates is what is shown of them."""
+    """A reader who divides the two times gets the margin: the printed times are those that rank candidates."""
     slowed = {GUESS: (3.0, 3.0, 6.0, 6.0, 6.0), BEST: (2.0, 2.0, 2.0, 2.0, 2.0), Blocks(2): (7.0,) * 5}
     tuner = Tuner(0, 5, measure=ReplayMeasure(slowed), strategy="exhaustive")
     async with Bench(tuner=tuner).chain as chain:
@@ -126,7 +127,7 @@ async def test_the_printed_margin_is_that_of_the_printed_times():
 
 @dataclass(frozen=True)
 class Wide:
-    """A config with more fields than anyone wants to read in every line."""
+    """A config with many fields."""
 
     block_q: int
     block_k: int
@@ -139,7 +140,7 @@ class Wide:
 
 @pytest.mark.parametrize("make", [Wide, lambda q, k: asdict(Wide(q, k))], ids=["a dataclass", "a dict"])
 def test_the_lines_of_a_report_show_the_fields_that_differ(make):
-    """Lines are bounded, whatever configs and compilers have to say; what all configs share is said once."""
+    """Lines are bounded, however long configs and errors are; fields that all configs share are printed once."""
     one, two, bad, same, last = (make(m, 2 * m) for m in (1, 2, 3, 4, 5))
     outcomes = (
         Measured(one, 0.5, (0.5,), 1.0),
@@ -152,7 +153,7 @@ def test_the_lines_of_a_report_show_the_fields_that_differ(make):
     text = str(replace(REPORT, key=key, winner=two, incumbent=one, outcomes=outcomes, margin=0.2))
     lines = text.splitlines()
     assert max(map(len, lines)) <= MAX_LINE_CHARS
-    assert len(lines) == 8, "the call, the headline, a line for each candidate, what they share"
+    assert len(lines) == 8, "the call, the headline, a line for each candidate, the shared fields"
     assert lines[0] == "op@v1(x=f32[8,128])"
     assert "wins by 20.0% over" in lines[1]
     shown = [line for line in lines[1:-1] if "field_4" in line.split("skipped")[0]]
@@ -162,7 +163,7 @@ def test_the_lines_of_a_report_show_the_fields_that_differ(make):
 
 
 def test_a_long_value_hides_no_field_after_it():
-    """It is shortened by itself, and counts as a whole where configs are compared."""
+    """A long value is shortened only in print; comparisons use all of it."""
     same, longer = "x" * 100, "x" * 100 + "y"
     texts, shared = config_texts([{"name": same, "rows": 1, "cols": 1}, {"name": longer, "rows": 2, "cols": 1}])
     assert [text.partition("'rows': ")[2][:2] for text in texts] == ["1,", "2,"]
@@ -172,7 +173,7 @@ def test_a_long_value_hides_no_field_after_it():
 
 @pytest.mark.anyio
 async def test_the_lines_of_an_explanation_are_bounded():
-    """A config may be as long as it likes."""
+    """A config may be of any length."""
     wide = Blocks(1, "x" * 1000)
     bench = Bench(allow={"allow_autotune": False})
     toy = Toy()
@@ -184,7 +185,7 @@ async def test_the_lines_of_an_explanation_are_bounded():
 
 
 def test_the_errors_in_a_group_are_shown():
-    """What a group says of itself is only how many they are."""
+    """The message of an exception group itself has only their number."""
     inner = ExceptionGroup("deeper", [KeyError("tile")])
     group = ExceptionGroup("two of the tasks failed", [ValueError("no room"), inner])
     assert text_of(group) == (
@@ -208,8 +209,8 @@ def test_a_group_with_an_error_that_cannot_be_printed_is_shown():
 
 
 @pytest.mark.anyio
-async def test_a_tune_in_which_all_fail_says_what_they_failed_with():
-    """The first error may be the least telling one, and those of a group are not hidden in it."""
+async def test_a_tune_in_which_all_fail_lists_their_errors():
+    """All errors are listed, including those inside a group: the first may explain the least."""
     errors = {
         Blocks(1): ExceptionGroup("in tasks", [ValueError("inner")]),
         Blocks(2): OSError("no device"),
@@ -226,7 +227,7 @@ async def test_a_tune_in_which_all_fail_says_what_they_failed_with():
 
 @pytest.mark.anyio
 async def test_a_tune_without_limits_can_be_written():
-    """JSON knows no infinity; a limit that is none is None."""
+    """JSON has no infinity, so an infinite limit is None."""
     async with Bench(allow={"tune_budget_s": inf, "candidate_timeout_s": inf}).chain as chain:
         report = (await chain.select(call(), Toy())).report
     assert (report.tune_budget_s, report.candidate_timeout_s) == (None, None)

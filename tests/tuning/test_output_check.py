@@ -1,4 +1,4 @@
-"""Outputs that are checked: what counts as different, on which inputs, and NaN in any case."""
+"""Output checks: which outputs count as different, on which inputs; and NaN even without a check."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def message(report, index=1):
     return outcome.message
 
 
-# What counts as different.
+# Which outputs are different.
 
 
 def test_a_wrong_integer_cannot_win(real_backend):
@@ -75,8 +75,8 @@ def test_a_wrong_integer_cannot_win(real_backend):
         (np.zeros(2, np.float32), np.array([0, 1e-7], np.float32), None),
     ],
 )
-def test_values_are_compared_as_their_type_demands(wanted, got, wrong):
-    """Exactly where there is no rounding, else within what the dtype rounds to; another dtype is another output."""
+def test_values_are_compared_by_the_rules_of_their_dtype(wanted, got, wrong):
+    """Exactly if nothing is rounded, otherwise within the rounding of the dtype; another dtype is a difference."""
     assert OutputCheck()([wanted], [got]) == wrong
 
 
@@ -84,8 +84,8 @@ def test_values_are_compared_as_their_type_demands(wanted, got, wrong):
 @pytest.mark.parametrize(
     "values", [np.ones(8), np.array([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0])], ids=["ones", "mixed"]
 )
-def test_a_narrow_float_is_not_wrong_by_a_factor(dtype, values):
-    """However few digits a dtype has, twice the right number is another one, and so is zero."""
+def test_a_narrow_float_wrong_by_a_factor_is_refused(dtype, values):
+    """In every dtype, twice the right number and zero are wrong."""
     right = values.astype(dtype)
     for factor in (0, 2, -1):
         wrong = (values * factor).astype(dtype)
@@ -94,7 +94,7 @@ def test_a_narrow_float_is_not_wrong_by_a_factor(dtype, values):
 
 
 def test_outputs_of_another_structure_are_different():
-    """A dict is not a tuple, although both have the same arrays in them."""
+    """A dict is not a tuple, even if both hold the same arrays."""
     one = np.ones(2)
     assert "PyTreeDef((*, *))" in OutputCheck()(
         Outputs([one, one], "PyTreeDef({'a': *, 'b': *})"), Outputs([one, one], "PyTreeDef((*, *))")
@@ -109,7 +109,7 @@ def test_outputs_of_another_structure_are_different():
 
 
 def test_a_candidate_that_returns_another_dtype_cannot_win(real_backend):
-    """What a caller gets must not depend on which candidate was fastest."""
+    """The dtype that a caller gets must not depend on which candidate was fastest."""
 
     def run(x, *, cfg):
         return x.astype(cfg)
@@ -120,7 +120,7 @@ def test_a_candidate_that_returns_another_dtype_cannot_win(real_backend):
 
 
 def test_a_weakly_typed_output_is_of_another_type():
-    """What a caller computes with it next has another dtype."""
+    """The caller's next computation would have another dtype."""
 
     def run(x, *, cfg):
         return x if cfg == "strong" else jnp.broadcast_to(jnp.asarray(1.0), x.shape)
@@ -130,7 +130,7 @@ def test_a_weakly_typed_output_is_of_another_type():
 
 
 def test_the_numbers_of_a_random_key_are_not_a_key():
-    """What draws from one refuses the other."""
+    """Functions that accept one refuse the other."""
 
     def run(key, *, cfg):
         return key if cfg == "key" else jax.random.key_data(key)
@@ -141,7 +141,7 @@ def test_the_numbers_of_a_random_key_are_not_a_key():
 
 @jax.tree_util.register_static
 class Fresh:
-    """Is equal to every other, and shows where it lies."""
+    """Is equal to every other instance, and has its address in its `repr`."""
 
     def __eq__(self, other):
         return isinstance(other, Fresh)
@@ -150,9 +150,9 @@ class Fresh:
         return 0
 
 
-def test_static_parts_of_an_output_may_lie_anywhere():
-    """The address in a default `repr` tells no structure from another."""
-    kept = []  # so that no two have one address
+def test_addresses_in_static_parts_of_an_output_do_not_count():
+    """The address in a default `repr` is not a difference of structure."""
+    kept = []  # so that all have different addresses
 
     def run(x, *, cfg):
         kept.append(Fresh())
@@ -164,7 +164,7 @@ def test_static_parts_of_an_output_may_lie_anywhere():
 
 
 def test_no_candidate_passes_if_all_expected_outputs_are_nan():
-    """There is nothing to compare, so the incumbent stays, and the report says why."""
+    """Nothing can be compared, so the incumbent wins, and the report has the reason."""
 
     def run(x, *, cfg):
         return jnp.cumsum(jnp.log(x))[-1:] * cfg
@@ -189,11 +189,11 @@ def test_an_un_jitted_candidate_has_the_dtypes_that_jax_would_give():
     assert [type(outcome) for outcome in report.outcomes] == [Measured] * 3
 
 
-# On which inputs.
+# The inputs of a check.
 
 
-def test_a_call_of_which_only_the_shape_is_known_is_checked_on_random_inputs(real_backend):
-    """On zeros, a candidate that is wrong by a factor would pass."""
+def test_a_call_with_only_shapes_is_checked_on_random_inputs(real_backend):
+    """Given zeros, a candidate that is wrong by a factor would pass."""
 
     def run(x, y, *, cfg):
         return x * y * cfg
@@ -204,7 +204,7 @@ def test_a_call_of_which_only_the_shape_is_known_is_checked_on_random_inputs(rea
 
 
 def test_integers_are_random_too():
-    """A candidate that is wrong for indices other than zero is found out."""
+    """This detects a candidate that is wrong for indices other than zero."""
 
     def run(table, rows, *, cfg):
         return table[rows * cfg]
@@ -216,7 +216,7 @@ def test_integers_are_random_too():
 @pytest.mark.timeout(60)  # a worker process loads JAX
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_checks_use_random_inputs_for_donated_arguments(isolation):
-    """As when a tune begins behind an answer, and the caller has gone on with the arguments."""
+    """A background tune may begin after its caller has donated the arguments."""
     x = jnp.ones(8)
     x.delete()
     report = tuned([1, 2], hostile.different, x, isolation=isolation)
@@ -225,7 +225,7 @@ def test_checks_use_random_inputs_for_donated_arguments(isolation):
 
 @pytest.mark.parametrize("when", ["before it is lowered", "before it is compared"])
 def test_arguments_donated_during_a_checked_tune_become_random(when):
-    """With zeros in its place, every later comparison would find nothing."""
+    """With zeros in its place, later comparisons would detect nothing."""
     x, shared = jnp.ones(8), {"checked": True}
     if when == "before it is lowered":
         x.delete()
@@ -237,7 +237,7 @@ def test_arguments_donated_during_a_checked_tune_become_random(when):
 
 
 def test_random_keys_are_random_too():
-    """A candidate that draws from a key of its own, most likely that of zero, is found out."""
+    """This detects a candidate that uses its own key, most likely that of seed zero."""
 
     def run(key, *, cfg):
         return jax.random.normal(key if cfg == "given" else jax.random.key(0), (4,))
@@ -249,8 +249,8 @@ def test_random_keys_are_random_too():
     assert message(tuned(["given", "own"], run, key)).startswith("output 0 differs by up to")
 
 
-def test_a_kernels_own_example_inputs_are_what_is_checked_on():
-    """Who knows what valid inputs are has the last word."""
+def test_outputs_are_checked_on_the_kernels_example_inputs():
+    """The kernel knows which inputs are valid."""
 
     def run(x, *, cfg):
         return jnp.where(x > 100, x * cfg, x)
@@ -264,7 +264,7 @@ def test_a_kernels_own_example_inputs_are_what_is_checked_on():
     "dtype", ["float32", "bfloat16", "float8_e4m3fn", "complex64", "int32", "int8", "uint8", "bool"]
 )
 def test_random_inputs_have_the_right_type_and_are_the_same_each_time(dtype):
-    """Seeded, so that a repeated tune finds the same; whatever the dtype, not all alike."""
+    """They are seeded, so that tunes repeat; and their values differ, in every dtype."""
     shapes = (jax.ShapeDtypeStruct((4, 33), dtype), 3, jnp.ones(2)), {"y": jax.ShapeDtypeStruct((5,), dtype)}
     (args, kwargs), (again, _) = random_inputs(*shapes), random_inputs(*shapes)
     assert (args[0].shape, args[0].dtype, kwargs["y"].shape) == ((4, 33), dtype, (5,))
@@ -278,7 +278,7 @@ def test_random_inputs_have_the_right_type_and_are_the_same_each_time(dtype):
 
 
 def test_random_inputs_keep_their_sharding_and_their_weak_type():
-    """They stand in for the caller's arrays in all that JAX compiles by."""
+    """They have all properties of the caller's arrays that JAX compiles for."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)
     weak = jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
@@ -294,7 +294,7 @@ def test_random_inputs_keep_their_sharding_and_their_weak_type():
 @pytest.mark.parametrize("check", [None, False])
 @pytest.mark.parametrize("strategy", ["exhaustive", "race"])
 def test_nan_where_the_incumbent_has_none_cannot_win(real_backend, check, strategy):
-    """Without any check: a block that reaches out of range yields NaN, in no time."""
+    """Even without a check: a block that reads out of range may quickly yield NaN."""
 
     def run(x, *, cfg):
         if cfg == "nan":
@@ -307,7 +307,7 @@ def test_nan_where_the_incumbent_has_none_cannot_win(real_backend, check, strate
 
 
 def test_nan_that_the_incumbent_has_too_is_the_kernels_own():
-    """Masked rows may be NaN whatever the config is; and who has none although others do is not wrong for that."""
+    """Masked rows may be NaN with every config; a candidate without that NaN is not wrong, either."""
 
     def run(x, *, cfg):
         return x / x if cfg != "finite" else jnp.where(x == 0, 0.0, 1.0)
@@ -318,7 +318,7 @@ def test_nan_that_the_incumbent_has_too_is_the_kernels_own():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "complex64", "float64"])
 def test_nan_is_seen_in_every_dtype(dtype):
-    """Narrow types are scanned by their bits, and mean the same."""
+    """Narrow types are scanned by their bits, with the same result."""
     with jax.enable_x64(dtype == "float64"):
 
         def run(x, *, cfg):
@@ -329,7 +329,7 @@ def test_nan_is_seen_in_every_dtype(dtype):
 
 
 def test_nan_in_a_gradient_counts():
-    """What is timed forward and backward is looked at forward and backward."""
+    """Gradients are checked for NaN if they are timed."""
 
     @jax.custom_vjp
     def bad(x):

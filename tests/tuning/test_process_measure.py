@@ -1,4 +1,4 @@
-"""Candidates in worker processes: nothing they do reaches the service."""
+"""Candidates in worker processes, which cannot harm the service."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ X = jnp.ones(256)
 
 
 def workers() -> list[int]:
-    """Return the worker processes this process has."""
+    """Return the worker processes of this process."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -71,8 +71,8 @@ def hostile(*configs: str) -> Hostile:
 
 
 @pytest.mark.parametrize("real_backend", ["trio"])
-def test_worker_processes_find_the_same_as_threads(real_backend):
-    """Where it is done changes neither who is fastest, nor who is wrong, nor whose program is another's."""
+def test_worker_processes_report_the_same_as_threads(real_backend):
+    """Winners, failures and aliases are the same in processes and threads."""
     op, check = hostile("wrong", "garbage", "fast too"), OutputCheck()
     report = tune(real_backend, op, X, tuner=Tuner(1, 2, isolation="process", check=check))
     slow, wrong, garbage, fast, alias = report.outcomes
@@ -88,7 +88,7 @@ def test_worker_processes_find_the_same_as_threads(real_backend):
 
 
 def found(outcome):
-    """Return what an outcome says, but for the time that anything took."""
+    """Return an outcome without its times."""
     return outcome if isinstance(outcome, Failed) else (outcome.cfg, outcome.how, outcome.alias_of)
 
 
@@ -109,7 +109,7 @@ def tune_in_thread(backend, op, tuner):
     ],
 )
 def test_a_candidate_that_kills_its_process_costs_one_outcome(real_backend, fatal, stage, code):
-    """os._exit and a segmentation fault end the worker; the others are timed in the next one."""
+    """os._exit and a segmentation fault end the worker; the others are timed in another."""
     report = tune(real_backend, hostile(fatal, "raise", "print"), X)
     assert report.winner == "fast"
     slow, died, raised, printed, fast = report.outcomes
@@ -138,8 +138,8 @@ def ignored_signals(pid: int) -> int:
     return next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
 
 
-def test_closing_the_chain_ends_the_workers(real_backend):
-    """A tune that is cut short takes its process with it. Ctrl-C in a terminal is for the parent alone."""
+def test_closing_the_selector_ends_the_workers(real_backend):
+    """A tune that is cut short ends its process. Ctrl-C in a terminal is only for the parent."""
 
     async def main():
         bench = Bench(tuner=Tuner(isolation="process"), allow={"cache_miss_fallback": "background"})
@@ -174,7 +174,7 @@ def test_a_worker_ends_with_the_program():
 
 
 def ends_within(seconds: float, pid: int) -> bool:
-    """Wait for a process that is nobody's child here; kill it if it does not end."""
+    """Wait for a process that is not our child; kill it if it does not end."""
     stat, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + seconds
     while time.monotonic() < deadline:
         with suppress(OSError):
@@ -197,7 +197,7 @@ anyio.run(Tuner(isolation="process").autotune, make, (np.ones(8),), {}, ["say wh
 
 
 def test_a_worker_ends_with_the_program_in_the_middle_of_a_step():
-    """A program that is killed while a candidate spins leaves no worker behind, though nobody there reads its input."""
+    """A program that is killed while a candidate spins leaves no worker behind, though the worker reads no input."""
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])}
     with subprocess.Popen([sys.executable, "-c", _SPINS], stderr=subprocess.PIPE, text=True, env=path) as program:
         worker = int(program.stderr.readline())
@@ -205,8 +205,8 @@ def test_a_worker_ends_with_the_program_in_the_middle_of_a_step():
         assert ends_within(3, worker)
 
 
-def test_decorated_kernels_and_pytrees_travel():
-    """A `@kernel` is found by its name, and arguments arrive as they were."""
+def test_decorated_kernels_and_pytrees_can_be_sent():
+    """A `@kernel` is found by its name, and arguments arrive unchanged."""
     tree = {"x": X, "half": jnp.ones(3, jnp.bfloat16)}
 
     async def main():
@@ -244,7 +244,7 @@ def refused(what):
     ("real_backend", "what"), [("asyncio", "closure"), ("trio", "lambda"), ("asyncio", "local config")]
 )
 def test_a_kernel_that_cannot_be_imported_is_refused(real_backend, what):
-    """A closure, a lambda or a local class gets a clear error that names the way out."""
+    """A closure, a lambda or a local class gets a clear error with the fix."""
     errors = []
 
     async def main():
@@ -261,7 +261,7 @@ def test_a_kernel_that_cannot_be_imported_is_refused(real_backend, what):
 
 
 def test_an_importable_factory_is_called_in_the_worker():
-    """So that what it does costs one outcome; what a lambda makes is made here, and travels all the same."""
+    """So that its failure is one outcome. The function that a lambda makes is made here, and then sent."""
     here, tuner = [], Tuner(1, 1, isolation="process")
 
     async def main():
@@ -282,7 +282,7 @@ def test_an_importable_factory_is_called_in_the_worker():
 
 @pytest.mark.parametrize("real_backend", ["trio"])
 def test_a_tuner_alone_leaves_no_worker(real_backend):
-    """`autotune` without a chain ends what it started; `async with` keeps it for the next."""
+    """`autotune` without a selector ends its workers; `async with` keeps them for the next tune."""
 
     async def main():
         tuner = Tuner(1, 2, isolation="process")
@@ -307,9 +307,9 @@ def test_isolation_is_one_of_two():
     [("trio", signal.SIGKILL), ("asyncio", signal.SIGSTOP)],
     ids=["died", "mute"],
 )
-def test_a_worker_that_died_or_fell_silent_while_idle_is_replaced(real_backend, strike, monkeypatch):
-    """Between two tunes a worker may be killed or stopped; the next tune starts another and nobody pays for it."""
-    monkeypatch.setattr("asel.tuning.process_measure._ANSWERS_S", 0.5)
+def test_a_worker_that_died_or_stopped_while_idle_is_replaced(real_backend, strike, monkeypatch):
+    """Between two tunes a worker may be killed or stopped; the next tune starts another, and no candidate fails."""
+    monkeypatch.setattr("asel.tuning.process_measure._ANSWER_TIMEOUT_S", 0.5)
 
     async def main():
         async with Bench(tuner=Tuner(1, 2, isolation="process")).chain as chain:
@@ -329,7 +329,7 @@ def test_a_worker_that_died_or_fell_silent_while_idle_is_replaced(real_backend, 
 
 @pytest.mark.parametrize("real_backend", ["trio"])
 def test_two_tunes_of_one_tuner_do_not_end_each_others_workers(real_backend):
-    """The workers go when the last tune that uses them is done."""
+    """The workers end with the last tune that uses them."""
     winners = []
 
     async def main():
@@ -349,11 +349,11 @@ def test_two_tunes_of_one_tuner_do_not_end_each_others_workers(real_backend):
 
 
 def test_each_event_loop_has_workers_of_its_own(monkeypatch):
-    """A worker's pipes belong to the loop that started it; its last user there ends it, whoever else uses the tuner."""
+    """A worker's pipes belong to the loop that started it; its last user in that loop ends it."""
     both, ended = threading.Barrier(2), []
 
     class Piped(Scripted):
-        """A worker that is asked in one loop only."""
+        """A worker that is used in one loop only."""
 
         def __init__(self):
             super().__init__()
@@ -385,9 +385,9 @@ def test_each_event_loop_has_workers_of_its_own(monkeypatch):
     assert len(set(ended)) == 2
 
 
-@pytest.mark.parametrize("real_backend", ["trio"])  # seconds of real spinning, and nothing of it the backend's
+@pytest.mark.parametrize("real_backend", ["trio"])  # seconds of real spinning, which do not depend on the backend
 def test_waiting_for_another_tunes_worker_is_free(real_backend, monkeypatch):
-    """Two tunes share a worker: while one's candidate spins there, the other's wait, and are not timed out for it."""
+    """Two tunes share a worker: while a candidate of one spins, those of the other wait without timing out."""
     monkeypatch.setattr("asel.tuning.process_measure._MAX_WORKERS", 1)
     reports = {}
 
@@ -414,8 +414,8 @@ def test_waiting_for_another_tunes_worker_is_free(real_backend, monkeypatch):
 
 
 @pytest.mark.parametrize("real_backend", ["asyncio"])
-def test_compiling_again_is_a_step_like_any_other(real_backend, monkeypatch, tmp_path):
-    """A candidate that hangs as it is compiled in the next worker is given up on time, and the tune pays for it."""
+def test_compiling_in_another_worker_is_a_step_like_any_other(real_backend, monkeypatch, tmp_path):
+    """A candidate that hangs while it is compiled in another worker times out, and the tune is charged for it."""
     monkeypatch.setenv("ASEL_TEST_MARKER", str(tmp_path / "compiled once"))
     configs = ("slow", "exit while running", "spin when compiled again", "fast")
     make = lambda cfg: functools.partial(Hostile().run, cfg=cfg)  # noqa: E731
@@ -427,8 +427,8 @@ def test_compiling_again_is_a_step_like_any_other(real_backend, monkeypatch, tmp
 
 
 @pytest.mark.parametrize("real_backend", ["trio"])
-def test_a_candidate_is_as_warm_in_the_next_worker(real_backend):
-    """The first run in a process is not what is measured, also where the process is the second one: it is run once."""
+def test_a_warm_candidate_is_warmed_up_in_another_worker(real_backend):
+    """The first run in a process is not measured, also in a second process: the candidate is run once before."""
     state = tune_of(("a",), slow_start_of, (X,), {})
 
     class Interrupted(Exhaustive):
@@ -454,7 +454,7 @@ def test_a_candidate_is_as_warm_in_the_next_worker(real_backend):
 
 
 def test_a_worker_that_says_hello_has_jax_and_its_devices():
-    """Importing JAX is part of starting a worker, and of no candidate's timeout."""
+    """Importing JAX is part of starting a worker, and not of a candidate's timeout."""
     code = (
         "import sys; from asel.tuning.worker import _RequestHandler\n"
         "assert 'jax' not in sys.modules\n"
@@ -468,7 +468,7 @@ def test_a_worker_that_says_hello_has_jax_and_its_devices():
 
 @pytest.mark.parametrize("real_backend", ["asyncio"])
 def test_arguments_are_packed_off_the_loop(real_backend, monkeypatch):
-    """Arguments may be large, and take their time to pickle: none of it is the loop's."""
+    """Pickling large arguments takes long, and must not block the loop."""
     threads, packed = [], processes._packed
 
     def watched(trial):
@@ -511,7 +511,7 @@ anyio.run(main)
 
 
 def test_a_worker_never_runs_the_program_itself(tmp_path):
-    """A script without a guard around its main part is not run again, and what it defines itself is refused."""
+    """A script without a `__main__` guard is not run again, and kernels that it defines are refused."""
     script = tmp_path / "program.py"
     script.write_text(_PROGRAM)
     path = {**os.environ, "PYTHONPATH": str(TESTS)}

@@ -1,4 +1,4 @@
-"""Which programs are the same."""
+"""Which programs count as equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asel.tuning.program import Program, _fingerprint
 
 
 def test_programs_that_call_the_host_are_never_aliases(real_backend):
-    """What a callback calls is not in a program's text, so two that differ in nothing else are still two."""
+    """A program's text does not contain the function of a callback, so equal texts may be different programs."""
 
     def run(x, *, cfg):
         return jax.pure_callback(lambda value: value + cfg, x, x)
@@ -25,8 +25,8 @@ def lowered_with(fn, objective="forward", *, size=3) -> str:
     return Program(Trial("lowered", fn, (jnp.ones(size),), {}, objective=objective)).fingerprint
 
 
-def test_a_program_is_the_same_whatever_its_parts_are_called():
-    """Equal bodies under the names of different functions are one program; in another order they are two."""
+def test_names_of_functions_do_not_distinguish_programs():
+    """Equal functions of different names make equal programs; in another order they do not."""
 
     def jitted(name, scale):
         def body(x):
@@ -54,7 +54,7 @@ def test_programs_that_differ_in_a_name_from_outside_are_two():
 
 
 def test_programs_that_are_timed_in_different_ways_are_two():
-    """A text is timed forward or both ways: the fingerprint says which, so that neither has the other's samples."""
+    """The timing mode is part of the fingerprint, so that no program gets the other's samples."""
     lowered = jax.jit(spin(1)).lower(jnp.ones(3))
     assert _fingerprint("forward", lowered) == _fingerprint("forward", lowered)
     assert _fingerprint("forward", lowered) != _fingerprint("forward+backward", lowered)
@@ -62,7 +62,7 @@ def test_programs_that_are_timed_in_different_ways_are_two():
 
 
 def test_large_constants_are_not_read_to_find_aliases():
-    """They make megabytes of text: it takes longer to read than the program to compile, and holds the interpreter."""
+    """They make megabytes of text, which takes longer to read than the program to compile."""
 
     def adding(values):
         return lambda x: x + values

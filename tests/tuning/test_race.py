@@ -1,4 +1,4 @@
-"""The race: who is sampled next, who drops out, when it is over, and who wins. No device anywhere."""
+"""The race: who is sampled next, who drops out, when it is over, and who wins. Without devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asel.tuning.strategies import Drop, Sample
 
 
 def noisy(truth, sigma, seed):
-    """Return a source of samples that are late, each by its own amount."""
+    """Return a source of samples, each with its own delay."""
     rng = random.Random(seed)
     return lambda index: truth[index] * (1 + abs(rng.gauss(0, sigma)))
 
@@ -32,19 +32,19 @@ def rounds_of(strategy, count, seconds=1e-3, **facts) -> list[tuple[int, ...]]:
 # The order.
 
 
-def test_a_race_warms_everyone_up_and_then_samples_every_survivor_in_turn():
-    """Drift hits all alike: no candidate is two samples ahead of another that is still in."""
+def test_a_race_warms_up_all_candidates_and_then_samples_every_survivor_in_turn():
+    """No candidate is two samples ahead of another survivor, so drift affects all equally."""
     rounds = rounds_of(Race(iters=3), 4, warmup=2)
     assert [sorted(indices) for indices in rounds] == [[0, 1, 2, 3]] * 5
 
 
 def test_the_incumbent_is_the_first_to_run():
-    """A tune that is cut short knows the default."""
+    """A tune that is cut short has timed the default."""
     assert {rounds_of(Race(seed=seed), 4, incumbent=2)[0][0] for seed in range(5)} == {2}
 
 
 def test_the_order_of_a_round_is_shuffled_by_the_seed():
-    """The same seed gives the same order, another seed another: of the warm-ups and of each round."""
+    """The seed decides the order of the warm-ups and of each round."""
     first, again = (rounds_of(Race(seed=1), 8) for _ in range(2))
     assert first == again
     assert len(set(first)) == len(first) == 4
@@ -55,16 +55,16 @@ def test_the_order_of_a_round_is_shuffled_by_the_seed():
 # Who drops out.
 
 
-def test_clear_losers_drop_out_as_soon_as_two_rounds_show_how_much_samples_scatter():
-    """Ten times slower is out after two samples; the leader alone goes on to `iters`."""
+def test_clear_losers_drop_out_after_two_rounds():
+    """Two rounds show the variance: a ten times slower candidate is out, and the leader alone goes on to `iters`."""
     board = play(Race(iters=3), noisy([1e-3, 10e-3, 11e-3, 12e-3], 0.01, 1), 4)
     assert board.dropped == {1: 2, 2: 2, 3: 2}
     assert [len(board.samples[index]) for index in range(4)] == [3, 2, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_of_long_runs_a_warm_up_tells_enough(seed):
-    """A run of seconds is not taken twice to learn that it is far slower; its warm-up is what is known of it."""
+def test_a_long_warm_up_is_enough_to_drop_a_candidate(seed):
+    """A candidate that takes seconds does not run twice to be found far slower; its warm-up is its sample."""
     truth = [1.0, 1.05, *[1.6] * 10]
     board = play(Race(seed=seed), lambda index: truth[index], 12)
     assert board.dropped == {1: 2} | dict.fromkeys(range(2, 12), 0)
@@ -72,8 +72,8 @@ def test_of_long_runs_a_warm_up_tells_enough(seed):
     assert board.winner() == 0
 
 
-def test_a_short_warm_up_tells_nothing():
-    """What a first run does only once may take milliseconds, so it says nothing of a run of microseconds."""
+def test_a_short_warm_up_drops_no_candidate():
+    """One-off costs of a first run may take milliseconds, so it says nothing about runs of microseconds."""
     warm = set()
 
     def draw(index):
@@ -84,23 +84,23 @@ def test_a_short_warm_up_tells_nothing():
     assert play(Race(), draw, 3).winner() == 2
 
 
-def test_without_warm_ups_nobody_is_dropped_unseen():
-    """What was never run cannot be too slow, however long the others take."""
+def test_without_warm_ups_no_candidate_is_dropped_unsampled():
+    """A candidate that never ran cannot be too slow, however long the others take."""
     board = play(Race(), lambda index: [1.0, 1.1, 0.5, 0.4, 9.0][index], 5, warmup=0)
     assert all(board.samples[index] for index in range(5))
     assert board.winner() == 3
 
 
-def test_a_clearly_slow_incumbent_drops_out_like_anyone():
-    """It has been measured; running it on would only make the tune longer."""
+def test_a_clearly_slow_incumbent_drops_out_like_any_candidate():
+    """It has been measured; more samples would only make the tune longer."""
     board = play(Race(), lambda index: [1.0, 1.02, 5.0][index], 3, incumbent=2)
     assert 2 in board.dropped
     assert board.samples[2]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_wild_winner_is_not_dropped_for_a_bad_start(seed):
-    """A program on many threads may be the fastest on average, and the slowest of the good ones once or twice."""
+def test_a_winner_with_high_variance_is_not_dropped_for_a_bad_start(seed):
+    """A program on many threads may be fastest on average, and now and then the slowest of the good ones."""
     rng, truth = random.Random(seed), [1e-3, *(1.3e-3 + 2e-5 * i for i in range(12))]
     scatter = [0.2, *[0.05] * 12]
     board = play(Race(seed=seed), lambda i: truth[i] * max(0.6, rng.gauss(1, scatter[i])), 13)
@@ -109,8 +109,8 @@ def test_a_wild_winner_is_not_dropped_for_a_bad_start(seed):
 
 @pytest.mark.parametrize("first_s", [2e-3, 5e-3], ids=["a neighbour has a core", "the system took milliseconds"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_candidate_that_was_disturbed_at_first_is_seen_again(seed, first_s):
-    """One bad warm-up and one bad sample are not beyond doubt."""
+def test_a_candidate_that_was_disturbed_at_first_is_sampled_again(seed, first_s):
+    """One bad warm-up and one bad sample are not significant."""
     seen = Counter()
 
     def draw(index):
@@ -125,7 +125,7 @@ def test_a_candidate_that_was_disturbed_at_first_is_seen_again(seed, first_s):
 
 
 def test_a_race_goes_on_until_the_winner_is_settled():
-    """Calm timings end it after `iters` rounds; wild ones are sampled on."""
+    """With low variance it ends after `iters` rounds; with high variance it goes on."""
     calm = play(Race(iters=3), lambda index: [1e-3, 1.1e-3][index], 2)
     assert len(calm.samples[0]) == 3
     wild = play(Race(iters=3), noisy([1e-3, 1.02e-3], 0.5, 1), 2)
@@ -133,8 +133,8 @@ def test_a_race_goes_on_until_the_winner_is_settled():
 
 
 @pytest.mark.parametrize(("sample_s", "most"), [(1e-4, 300), (20e-3, 20), (0.5, 5)])
-def test_finalists_cost_no_more_than_is_at_stake(sample_s, most):
-    """Wild equals: short ones are sampled often, long ones only as often as they are worth."""
+def test_the_time_for_finalists_is_bounded(sample_s, most):
+    """Equal candidates with high variance: short ones are sampled often, long ones seldom."""
     board = play(Race(), noisy([sample_s] * 4, 0.5, 3), 4)
     assert 3 <= max(map(len, board.samples.values())) <= most
     warm_ups_s = sum(max(taken[0], 1e-3) for taken in board.warmups.values())
@@ -144,7 +144,7 @@ def test_finalists_cost_no_more_than_is_at_stake(sample_s, most):
 
 
 def test_running_that_dominates_costs_less_than_half_of_trying_all():
-    """If runs are long, a race takes fewer than two runs a candidate: ejKernel's Tuner(1, 3) takes four."""
+    """If runs are long, a race takes fewer than two runs per candidate: ejKernel's Tuner(1, 3) takes four."""
     truth = [0.2 * (1 + 0.05 * i) for i in range(24)]
     for seed in range(20):
         board = play(Race(seed=seed), noisy(truth, 0.01, seed), 24)
@@ -153,15 +153,15 @@ def test_running_that_dominates_costs_less_than_half_of_trying_all():
 
 
 def test_a_race_takes_far_fewer_samples_than_trying_all():
-    """That is what it is for."""
+    """That is the purpose of a race."""
     truth = [1.0 + 0.3 * i for i in range(24)]
     race = play(Race(iters=5), noisy(truth, 0.02, 1), 24)
     assert race.winner() == 0
     assert sum(map(len, race.samples.values())) < 24 * 5 / 2
 
 
-def test_a_few_quick_rounds_of_two_are_not_believed():
-    """With two candidates and a handful of samples, how much they scatter is hardly known."""
+def test_a_few_rounds_of_two_candidates_are_not_enough():
+    """With two candidates and a few samples, the variance is hardly known."""
     seen = Counter()
 
     def draw(index):
@@ -177,7 +177,7 @@ def test_a_few_quick_rounds_of_two_are_not_believed():
 
 @pytest.mark.parametrize("incumbent", [0, 3])
 def test_the_incumbent_keeps_the_title_within_the_noise(incumbent):
-    """Near-equals: the incumbent wins them all, whoever was luckiest."""
+    """Among near-equals the incumbent always wins."""
     truth = [1.0, 1.004, 0.996, 1.002]
     for seed in range(20):
         assert play(Race(iters=5), noisy(truth, 0.01, seed), 4, incumbent=incumbent).winner() == incumbent
@@ -188,7 +188,7 @@ def test_the_incumbent_keeps_the_title_within_the_noise(incumbent):
     "truth", [[1.3, 1.0, 1.004, 0.997, 1.002, 1.5], [1.0, 1.01, 0.99, 1.005, 0.995, 1.0, 1.02, 1.3]]
 )
 def test_near_equals_have_the_same_winner_nineteen_times_of_twenty(truth, sigma):
-    """Without an incumbent ties go to the first declared, so a repeated tune gives the same answer."""
+    """Without an incumbent ties go to the first declared, so repeated tunes give the same answer."""
     truth = [1e-3 * one for one in truth]
     runs = [play(Race(seed=seed), noisy(truth, sigma, seed), len(truth)) for seed in range(60)]
     winners = Counter(board.winner() for board in runs)
@@ -198,8 +198,8 @@ def test_near_equals_have_the_same_winner_nineteen_times_of_twenty(truth, sigma)
 
 @pytest.mark.parametrize("incumbent", [None, 1])
 @pytest.mark.parametrize("count", [2, 8, 24])
-def test_equals_have_the_same_winner_on_a_machine_that_others_use(count, incumbent):
-    """The leader is the luckiest of all, so the more there are the farther it has to be ahead of the favourite."""
+def test_equals_have_the_same_winner_on_a_busy_machine(count, incumbent):
+    """The leader is the luckiest of all: the more candidates, the farther ahead of the favourite it has to be."""
     truth, sigma = [1e-3] * count, 0.3
     runs = [play(Race(seed=seed), noisy(truth, sigma, seed), count, incumbent=incumbent) for seed in range(40)]
     assert Counter(board.winner() for board in runs)[incumbent or 0] >= 38
@@ -212,7 +212,7 @@ def test_equals_have_the_same_winner_on_a_machine_that_others_use(count, incumbe
 )
 @settings(max_examples=100, deadline=None)
 def test_the_winner_is_never_far_from_the_best(truth, sigma, seed):
-    """Whatever the timings, what wins is within the noise it was measured with of what is best."""
+    """The winner is always within the noise of the best."""
     board = play(Race(iters=5), noisy(truth, sigma, seed), len(truth))
     assert truth[board.winner()] <= min(truth) * (1 + board.noise() + 5 * sigma) * 1.001
     assert TIE <= board.noise() <= MAX_TIE
@@ -220,7 +220,7 @@ def test_the_winner_is_never_far_from_the_best(truth, sigma, seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_round_does_not_count_against_its_candidates(seed):
-    """Rounds take up to three times as long as others: what is 4% slower is still told from what is not."""
+    """Even if some rounds take three times as long, a candidate that is 4% slower is recognised."""
     rng, truth = random.Random(seed), [1.04e-3, 1.0e-3, 1.04e-3]
     board = Scoreboard([0, 1, 2], warmup=0)
     slow = [rng.uniform(1, 3) for _ in range(500)]
@@ -234,7 +234,7 @@ def test_a_slow_round_does_not_count_against_its_candidates(seed):
 
 
 def test_a_candidate_that_fails_is_sampled_no_more():
-    """What was removed from the board is not asked for again."""
+    """A candidate that was removed from the board is not sampled again."""
     board, seen = Scoreboard([0, 1, 2]), []
     play_on(Race(iters=3), board, lambda index: seen.append(index) or (None if index == 1 else 1.0))
     assert seen.count(1) == 1
@@ -242,7 +242,7 @@ def test_a_candidate_that_fails_is_sampled_no_more():
 
 
 def race_until(board, seconds, fails_at) -> None:
-    """Race on a board where some candidates fail: at the sample after so many that count."""
+    """Race on a board where some candidates fail, each after a given number of samples."""
 
     def draw(index):
         return None if len(board.samples.get(index, ())) == fails_at.get(index) else seconds[index]
@@ -252,7 +252,7 @@ def race_until(board, seconds, fails_at) -> None:
 
 @pytest.mark.parametrize("scale", [1, 100], ids=["short", "long"])
 def test_eliminated_candidates_rejoin_when_the_leader_fails(scale):
-    """A candidate that fails late harms none of its rivals: those it eliminated race again, among themselves."""
+    """A candidate that fails late does not affect its rivals: those it eliminated race again."""
     board, seconds = Scoreboard(list(range(5)), incumbent=0), [1.4e-3, 1e-3, 2e-3, 1.001e-3, 0.5e-3]
     race_until(board, [scale * one for one in seconds], fails_at={4: 4})
     assert board.winner() == 1
@@ -261,8 +261,8 @@ def test_eliminated_candidates_rejoin_when_the_leader_fails(scale):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_candidate_that_rejoins_with_a_warm_up_alone_is_sampled_before_it_is_judged(seed):
-    """A cold first run of 0.9 s eliminated what takes 0.4; the leader fails, and 0.6 s do not win over it."""
+def test_a_candidate_that_rejoins_with_only_a_warm_up_is_sampled_before_it_is_judged(seed):
+    """A candidate of 0.4 s was eliminated by its cold run of 0.9 s; the leader fails, and one of 0.6 s does not win."""
     board, runs, back = Scoreboard(list(range(4)), incumbent=0), Counter(), []
 
     def draw(index):
@@ -279,7 +279,7 @@ def test_a_candidate_that_rejoins_with_a_warm_up_alone_is_sampled_before_it_is_j
 
 
 def test_a_candidate_that_lost_to_another_stays_eliminated():
-    """The failure of one that beat nobody changes nothing for those that others beat."""
+    """If a candidate fails that eliminated no other, all eliminated candidates stay out."""
     board = Scoreboard(list(range(4)))
     race_until(board, [1e-3, 1.01e-3, 9e-3, 2e-3], fails_at={1: 4})
     assert board.winner() == 0
@@ -288,14 +288,14 @@ def test_a_candidate_that_lost_to_another_stays_eliminated():
 
 
 def test_when_every_finalist_fails_an_eliminated_candidate_is_the_answer():
-    """A slow time is better than none: those that eliminated it are gone."""
+    """A slow time is better than none, once the finalists are gone."""
     board = Scoreboard([0, 1, 2])
     race_until(board, [1e-3, 1e-3, 5e-3], fails_at={0: 4, 1: 4})
     assert board.winner() == 2
 
 
 def test_a_plan_names_the_candidate_that_others_lost_to():
-    """So that they can come back."""
+    """So that they can rejoin."""
     board = Scoreboard([0, 1, 2])
     steps = play_on(Race(), board, lambda index: [1e-3, 5e-3, 9e-3][index])
     assert {(step.index, step.best) for step in steps if isinstance(step, Drop)} == {(1, 0), (2, 0)}

@@ -1,4 +1,4 @@
-"""Candidates are released once nobody needs them, in a thread that nobody waits for."""
+"""Candidates are released when they are no longer needed, in a thread, without waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asel.tuning import state
 
 
 class Clingy(ScriptedMeasure):
-    """Samplers that can be released, and say so; `error` is what that raises."""
+    """Samplers that record their release, which raises `error` if given."""
 
     def __init__(self, *args, error=None, **script) -> None:
         super().__init__(*args, **script)
@@ -37,7 +37,7 @@ class Clingy(ScriptedMeasure):
 
 
 def eventually(count, expected: int) -> bool:
-    """Wait for a thread that nobody waits for."""
+    """Wait until the releasing thread has ended."""
     deadline = time.monotonic() + 10
     while count() < expected and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -46,7 +46,7 @@ def eventually(count, expected: int) -> bool:
 
 @pytest.mark.parametrize("error", [None, OSError("busy")])
 def test_every_candidate_is_released_in_a_thread(real_backend, error, caplog):
-    """Losers, failures and the winner alike, never on the loop; what that raises is logged and harms nobody."""
+    """Losers, failures and the winner, and never on the loop; errors are only logged."""
     costs = {"fast": 0.001, "second": 0.0011, "slow": 0.05, "broken": 0.001}
     measure = Clingy(costs, error=error, run_errors={"broken": ValueError("no")})
     report = anyio.run(Tuner(measure=measure).tune, tune_among(*costs, incumbent=0), backend=real_backend)
@@ -58,7 +58,7 @@ def test_every_candidate_is_released_in_a_thread(real_backend, error, caplog):
 
 
 def test_releases_leave_other_threads_as_much_time_as_they_took(real_backend, monkeypatch):
-    """Each holds the interpreter for milliseconds, and a tune releases its losers one after the other."""
+    """Each release holds the interpreter for milliseconds, and a tune releases many in a row."""
     clock, slept = [0.0], []
 
     class Slow(ScriptedMeasure):
@@ -76,7 +76,7 @@ def test_releases_leave_other_threads_as_much_time_as_they_took(real_backend, mo
 
 
 def test_a_group_is_released_before_the_next_is_compiled(real_backend):
-    """What failed holds no memory that those which are tried instead may need."""
+    """Failed candidates hold no memory that the next group may need."""
     order = []
 
     class Ordered(Clingy):
@@ -97,7 +97,7 @@ def test_a_group_is_released_before_the_next_is_compiled(real_backend):
 
 
 def test_a_report_survives_a_release_that_gets_no_thread(real_backend, monkeypatch, caplog):
-    """Letting go is nobody's business any more: it is logged, and the report is there."""
+    """That is logged, and the report is returned."""
 
     def refuse(what, work):
         raise RuntimeError("can't start new thread")
@@ -108,8 +108,8 @@ def test_a_report_survives_a_release_that_gets_no_thread(real_backend, monkeypat
     assert [record.message for record in caplog.records] == ["candidates could not be released"]
 
 
-def test_a_tune_that_fails_lets_go_of_everything_too(real_backend):
-    """All raise as they are measured: nothing is kept for a report that there is not."""
+def test_a_failed_tune_releases_everything(real_backend):
+    """If all candidates fail there is no report, and nothing is kept."""
     measure = Clingy(run_errors=lambda cfg: ValueError("no"))
     with pytest.raises(TuningError):
         anyio.run(Tuner(measure=measure).tune, tune_among("a", "b"), backend=real_backend)

@@ -1,4 +1,4 @@
-"""What a report says and prints, and candidates that are timed in different modes."""
+"""The contents and the printed form of a report, and candidates timed in different modes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asel.tuning.measure import Lowered
 
 @pytest.mark.anyio
 async def test_a_report_prints_as_a_table_with_bars():
-    """Fastest first, a bar each, and who won by how much."""
+    """Fastest first, with a bar each, and the winner's margin."""
     bench = Bench(script={"compile_errors": {Blocks(2): ValueError("no tile")}})
     async with bench.chain as chain:
         report = (await chain.select(call(), Toy())).report
@@ -46,7 +46,7 @@ async def test_eliminations_and_aliases_survive_json():
 
 @pytest.mark.anyio
 async def test_eliminations_and_earlier_timings_are_in_the_table_and_in_json():
-    """An elimination of then and one of today read alike; only the earlier timing says that it is one."""
+    """Earlier and present eliminations look the same; an earlier timing is marked as such."""
     costs = {1: 0.0010, 2: 0.0011, 3: 0.1, 4: 0.2, 5: 0.0012, 6: 0.3}
     bench = Bench(tuner=Tuner(measure=ScriptedMeasure(lambda cfg: costs[cfg.m])))
 
@@ -77,7 +77,7 @@ async def test_eliminations_and_earlier_timings_are_in_the_table_and_in_json():
 
 
 class Lowering(ScriptedMeasure):
-    """A measure that lowers for two seconds, and takes four more for a sample than it says."""
+    """A measure that lowers for two seconds, and whose samples take four seconds longer than they report."""
 
     async def lower(self, trial):
         await anyio.sleep(2.0)
@@ -95,7 +95,7 @@ class Lowering(ScriptedMeasure):
 
 @pytest.mark.anyio
 async def test_a_report_has_the_seconds_of_compiling_and_measuring():
-    """`compile_s` is with lowering; `measure_s` is with warm-ups, and with all that went into a sample."""
+    """`compile_s` includes lowering; `measure_s` includes warm-ups and the overhead of samples."""
     tuner = Tuner(2, 1, measure=Lowering(1.0, compile_s=3.0), strategy="exhaustive")
     bench = Bench(tuner=tuner, allow={"candidate_timeout_s": 60.0})
     async with bench.chain as chain:
@@ -107,7 +107,7 @@ async def test_a_report_has_the_seconds_of_compiling_and_measuring():
 
 @pytest.mark.anyio
 async def test_the_headline_says_that_the_incumbent_was_not_measured():
-    """There is no margin over what failed."""
+    """There is no margin over a candidate that failed."""
     bench = Bench(script={"run_errors": {GUESS: ValueError("no tile")}})
     async with bench.chain as chain:
         report = (await chain.select(call(), Toy())).report
@@ -133,7 +133,7 @@ async def tune_mixed(costs, kernel_=None, **script):
 
 @pytest.mark.anyio
 async def test_candidates_of_different_timing_modes_are_not_ranked_together():
-    """A fast time that leaves out the backward pass does not beat a slower one that has it."""
+    """A fast time without the backward pass does not beat a slower one with it."""
     report, _ = await tune_mixed({Blocks(1): 0.3, Blocks(2): 0.2, Blocks(3): 0.01})
     assert report.winner == Blocks(2)
     assert [o.how for o in report.outcomes] == ["forward+backward", "forward+backward", "forward"]
@@ -142,7 +142,7 @@ async def test_candidates_of_different_timing_modes_are_not_ranked_together():
 
 @pytest.mark.anyio
 async def test_candidates_of_different_timing_modes_do_not_race():
-    """One that leaves out the backward pass drives nobody out; its time is taken once, for the report."""
+    """A candidate timed without the backward pass eliminates no other; it is timed once, for the report."""
     costs = {1: 0.30, 2: 0.26, 3: 0.01, 4: 0.27}
     report, measure = await tune_mixed(lambda cfg: costs[cfg.m], Wider())
     assert report.winner == Blocks(2)
@@ -153,7 +153,7 @@ async def test_candidates_of_different_timing_modes_do_not_race():
 
 @pytest.mark.anyio
 async def test_if_the_best_timing_mode_fails_the_next_best_races():
-    """Candidates that compiled both ways and never ran leave the field to what is timed forward."""
+    """If the candidates that compiled in both modes all fail to run, those timed forward race."""
     script = {"run_errors": lambda cfg: ValueError("no") if cfg.m != 3 else None}
     report, _ = await tune_mixed(0.1, **script)
     assert report.winner == Blocks(3)

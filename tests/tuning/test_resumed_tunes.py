@@ -1,4 +1,4 @@
-"""A tune that was cancelled goes on from what it had found."""
+"""A cancelled tune resumes with the results it had."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asel import (
 
 @pytest.mark.anyio
 async def test_a_resumed_tune_goes_on_from_its_outcomes():
-    """A tune whose carrier was cancelled is carried on by the next: what was measured is not measured again."""
+    """After its carrier was cancelled, the next waiter resumes the tune: nothing is measured twice."""
     tuner, measure = tuner_of({"a": 1.0, "b": 2.0, "c": 0.5}, compile_errors={"bad": LookupError()})
     state = tune_among("bad", "a", "b", "c")
     with anyio.move_on_after(2.0) as scope:
@@ -46,7 +46,7 @@ async def test_a_resumed_tune_has_less_budget_left():
 @pytest.mark.anyio
 @pytest.mark.usefixtures("_no_threads")
 async def test_a_tune_resumed_past_its_budget_answers_with_its_measurements():
-    """What was checked stays checked: those that were measured before the carrier was cancelled are not lost."""
+    """Checks and measurements from before the cancellation are kept."""
     measure = Checked({"a": 1.0, "b": 0.9, "c": 10.0})
     tuner = Tuner(0, 1, measure=measure, strategy="exhaustive", check=True)
     state = tune_among("a", "b", "c", tune_budget_s=5.0)
@@ -75,7 +75,7 @@ async def test_a_finished_tune_is_not_measured_again():
 @pytest.mark.anyio
 @pytest.mark.parametrize("after_s", [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
 async def test_a_tune_cancelled_at_any_step_can_be_resumed(after_s):
-    """What was not compiled is not begun."""
+    """Only candidates that were compiled have begun."""
     measure, state = Lowering(compile_s=2.0), tune_among("a", "b", "c")
     with anyio.move_on_after(after_s):
         await Tuner(0, 1, measure=measure, compile_width=1).tune(state)

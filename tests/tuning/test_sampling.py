@@ -1,4 +1,4 @@
-"""Taking the samples that a strategy plans: quick ones in one go, and with the same outcome as one by one."""
+"""Taking the samples that a strategy plans: quick ones in a series, with the same outcomes as one by one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from asel.tuning.race import Race
 from asel.tuning.scoreboard import Scoreboard
 from asel.tuning.strategies import Exhaustive, Sample, compile_all
 
-PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; never reached by a passing one
+PATIENCE_S = 10.0  # after this a closed gate fails the test; no passing test waits so long
 
 
 class OnABench(ScriptedMeasure):
-    """A scripted measure whose samplers can be sampled in one go."""
+    """A scripted measure whose samplers can be sampled in a series."""
 
     def __init__(self, *args, **script) -> None:
         super().__init__(*args, **script)
@@ -70,12 +70,12 @@ def samples_of(report) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is taken in one go.
+# Which samples are a series.
 
 
 @pytest.mark.anyio
 async def test_a_round_of_quick_candidates_is_one_series():
-    """Warm-ups go one by one; from then on a round takes one trip to the bench, in the order of the plan."""
+    """Warm-ups are taken one by one; after them a round is one series, in the order of the plan."""
     measure = OnABench(ALIKE)
     await Tuner(measure=measure).tune(tune_among(*ALIKE))
     assert measure.series_of
@@ -86,8 +86,8 @@ async def test_a_round_of_quick_candidates_is_one_series():
 
 
 @pytest.mark.anyio
-async def test_a_series_finds_the_same_as_samples_one_by_one():
-    """Where samples are taken changes neither their order nor who wins."""
+async def test_a_series_has_the_same_result_as_samples_one_by_one():
+    """Series change neither the order of samples nor the winner."""
     on_a_bench, alone = OnABench(ALIKE), ScriptedMeasure(ALIKE)
     first = await Tuner(measure=on_a_bench).tune(tune_among(*ALIKE))
     second = await Tuner(measure=alone).tune(tune_among(*ALIKE))
@@ -102,7 +102,7 @@ async def test_a_series_finds_the_same_as_samples_one_by_one():
     ("seconds", "timeout_s", "longest"), [(0.001, 30.0, 6), (0.005, 30.0, 4), (0.011, 30.0, 1), (0.001, 0.03, 3)]
 )
 async def test_a_series_is_short(seconds, timeout_s, longest):
-    """It takes 20 ms at the most, or a tenth of what a candidate may: nobody waits long, for it or for a timeout."""
+    """It takes at most 20 ms and a tenth of the candidate timeout, so neither others nor the timeout wait long."""
     measure = OnABench(seconds)
     await Tuner(measure=measure).tune(tune_among(*"abcdef", candidate_timeout_s=timeout_s))
     assert max(map(len, measure.series_of), default=1) == longest
@@ -110,7 +110,7 @@ async def test_a_series_is_short(seconds, timeout_s, longest):
 
 @pytest.mark.anyio
 async def test_a_slow_candidate_is_sampled_alone_and_the_others_around_it_together():
-    """It ends one series, and the next begins after it."""
+    """It ends one series, and another begins after it."""
 
     class Plan:
         def plan(self, board: Scoreboard):
@@ -124,11 +124,11 @@ async def test_a_slow_candidate_is_sampled_alone_and_the_others_around_it_togeth
 
 
 # ---------------------------------------------------------------------------------------------
-# What goes wrong in it.
+# Failures in a series.
 
 
 class Breaks:
-    """An error from the third sample of one candidate on: its first in a series."""
+    """A candidate that fails from its third sample on, the first in a series."""
 
     def __init__(self, cfg, error) -> None:
         self._cfg, self._error, self._seen = cfg, error, 0
@@ -142,7 +142,7 @@ class Breaks:
 @pytest.mark.parametrize("bad", list(ALIKE))
 @pytest.mark.parametrize("error", [RuntimeError("third time unlucky"), SystemExit(3)])
 async def test_a_failure_in_a_series_is_one_outcome(bad, error):
-    """Wherever it is in it: those before keep their samples, and those after it are sampled as if it were not there."""
+    """Candidates before it keep their samples, and those after it are sampled as usual."""
     measure = OnABench(ALIKE, run_errors=Breaks(bad, error))
     alone = ScriptedMeasure(ALIKE, run_errors=Breaks(bad, error))
     report = await Tuner(measure=measure).tune(tune_among(*ALIKE))
@@ -170,7 +170,7 @@ async def test_a_hang_in_a_series_times_out():
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "soon", None])
 @pytest.mark.parametrize("in_series", [True, False])
 async def test_a_sample_that_is_not_a_duration_is_a_failure_in_a_series_too(seconds, in_series):
-    """Garbage is the outcome of the candidate it is of, and breaks nobody else's tune."""
+    """An invalid value fails only its own candidate."""
 
     class Odd(OnABench):
         async def series(self, samplers, taken, left_behind):
@@ -194,7 +194,7 @@ async def test_a_sample_that_is_not_a_duration_is_a_failure_in_a_series_too(seco
 
 @pytest.mark.anyio
 async def test_an_error_at_the_end_of_a_series_is_the_last_candidates():
-    """A series that raises when it has come to its end has no other to blame; the others' samples stand."""
+    """An error at the end of a series fails its last candidate; the others keep their samples."""
 
     class Late(OnABench):
         async def series(self, samplers, taken, left_behind):
@@ -212,7 +212,7 @@ async def test_an_error_at_the_end_of_a_series_is_the_last_candidates():
 
 @pytest.mark.anyio
 async def test_a_budget_that_ends_in_a_series_ends_the_tune():
-    """All that was taken until then counts, the rest of the series too, and nothing is taken after it."""
+    """All samples of the series count, and no more are taken after it."""
     measure = OnABench(0.004)
     report = await Tuner(measure=measure).tune(tune_among("a", "b", "c", tune_budget_s=0.050))
     assert not [one for one in report.outcomes if isinstance(one, Skipped)]
@@ -221,7 +221,7 @@ async def test_a_budget_that_ends_in_a_series_ends_the_tune():
 
 @pytest.mark.anyio
 async def test_a_hang_until_the_budget_is_spent_is_a_failure():
-    """The series is the last there is time for, and its failure is noted though the plan goes no further."""
+    """The failure in the last series is recorded, although the plan ends there."""
     measure = OnABench(Nth(a=[0.002], b=[0.001, 1e9]))
     sink = RecordingSink()
     state = tune_among("a", "b", candidate_timeout_s=7.0, tune_budget_s=7.0, emit=sink.emit)
@@ -235,19 +235,19 @@ async def test_a_hang_until_the_budget_is_spent_is_a_failure():
 
 
 def _is_second(seed: int) -> bool:
-    """Tell whether a race's first round has the second of two candidates last."""
+    """Return whether a race's first round ends with the second of two candidates."""
     rounds = [step.indices for step in play_on(Race(seed=seed), Scoreboard([0, 1]), lambda index: 0.001)]
     return rounds[1] == (0, 1)
 
 
 @pytest.mark.anyio
 async def test_a_tune_cancelled_in_a_series_can_be_resumed():
-    """Whoever carries on finds every candidate where it was before the series."""
+    """On resuming, every candidate is in the state from before the series."""
     measure, state = OnABench(Nth(**{name: [s, s, s, 9.0, s] for name, s in ALIKE.items()})), tune_among(*ALIKE)
     with anyio.move_on_after(1.0):
         await Tuner(measure=measure).tune(state)
     assert state.report is None
-    assert {len(state.board.samples[index]) for index in state.board.alive} == {2}, "what was cut short does not count"
+    assert {len(state.board.samples[index]) for index in state.board.alive} == {2}, "incomplete series do not count"
     report = await Tuner(measure=measure).tune(state)
     assert sum(isinstance(one, Measured) for one in report.outcomes) == 6
 
@@ -257,7 +257,7 @@ async def test_a_tune_cancelled_in_a_series_can_be_resumed():
 
 
 class Kernel:
-    """A kernel that is fine when it is traced, tried, warmed up and first sampled: its trouble begins in a series."""
+    """A kernel that fails or hangs only in a series, after tracing, warm-up and first sample."""
 
     def __init__(self, trouble) -> None:
         self.runs, self._trouble = Counter(), trouble
@@ -267,13 +267,13 @@ class Kernel:
             self.runs[cfg] += 1
             if cfg == "bad" and self.runs[cfg] > 4:
                 self._trouble()
-            return float(x[0])  # which cannot be traced, so it is run as it is
+            return float(x[0])  # needs a value, so it cannot be traced
 
         return fn
 
 
 class TwoRounds:
-    """A warm-up and a sample of each, and then a round in declared order: what follows the bad one is known."""
+    """A warm-up and a sample of each, then a round in declared order, which puts the bad one in its middle."""
 
     def plan(self, board: Scoreboard):
         yield from Exhaustive(1).plan(board)
@@ -282,9 +282,9 @@ class TwoRounds:
 
 @pytest.fixture
 def _slow_is_quick(monkeypatch):
-    """Have a series of all, however slow the machine is at the moment."""
+    """Make a series of all candidates, even on a slow machine."""
     monkeypatch.setattr("asel.tuning.sampling._SERIES_S", 1e6)
-    monkeypatch.setattr("asel.tuning.sampling._SERIES_PART", 1e6)
+    monkeypatch.setattr("asel.tuning.sampling._SERIES_SHARE", 1e6)
 
 
 class Watched(JaxMeasure):
@@ -307,7 +307,7 @@ def tuned(backend, kernel, **facts):
 
 @pytest.mark.usefixtures("_slow_is_quick")
 def test_a_hang_in_a_real_series_is_named(real_backend):
-    """The thread that is left behind is at the candidate that hangs; the others have what was measured of them."""
+    """The abandoned thread is named after the hanging candidate; the others keep their samples."""
     release = threading.Event()
     kernel = Kernel(lambda: release.wait(PATIENCE_S))
     start = time.monotonic()
@@ -325,7 +325,7 @@ def test_a_hang_in_a_real_series_is_named(real_backend):
 
 
 def test_an_abandoned_thread_takes_no_further_samples(real_backend):
-    """The device lock is held until the thread comes back, which it does at the end of its current sample."""
+    """The device lock is held until the thread finishes, at the end of its current sample."""
     entered, release, sampled = threading.Event(), threading.Event(), []
 
     def hang() -> float:
@@ -361,7 +361,7 @@ def test_an_abandoned_thread_takes_no_further_samples(real_backend):
 @pytest.mark.usefixtures("_slow_is_quick")
 @pytest.mark.parametrize("error", [LookupError("lost"), SystemExit(3), KeyboardInterrupt("no")])
 def test_an_error_in_a_real_series_is_its_candidates_own(real_backend, error):
-    """Whatever it is: SystemExit and the like neither end the program nor name another candidate."""
+    """Even SystemExit neither ends the program nor fails another candidate."""
 
     def trouble() -> None:
         raise error

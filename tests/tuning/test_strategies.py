@@ -1,4 +1,4 @@
-"""What a strategy may ask for, and what it sees: configs, times and failures, while others compile."""
+"""The steps that a strategy may ask for, and its view: configs, times and failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Planned:
         self.plan = plan
 
 
-def test_exhaustive_gives_everyone_the_same():
+def test_exhaustive_samples_every_candidate_equally_often():
     """Each candidate gets its warm-up and its samples, one after the other, the incumbent first."""
     order = []
     play(Exhaustive(3), lambda index: order.append(index) or 1.0, 3, incumbent=1)
@@ -37,7 +37,7 @@ def test_a_strategy_is_named_or_made():
 
 @pytest.mark.anyio
 async def test_samples_are_taken_while_others_are_compiled():
-    """A plan goes on at once after it asked, and waits for what it needs."""
+    """A plan continues after it has asked for candidates, and waits only for those it needs."""
     seen = []
 
     def plan(board):
@@ -62,7 +62,7 @@ async def test_samples_are_taken_while_others_are_compiled():
 
 @pytest.mark.anyio
 async def test_a_strategy_sees_configs_failures_and_aliases():
-    """And how many are compiled at once: what it needs to choose what to compile next."""
+    """And the compile width, all of which it needs to choose the next candidates."""
     looks = []
 
     def plan(board):
@@ -100,8 +100,8 @@ async def test_candidates_that_a_strategy_leaves_are_skipped_without_events():
 
 
 @pytest.mark.anyio
-async def test_a_plan_that_ends_gives_up_what_is_still_compiling():
-    """It knows its winner, and waits for nobody; the rest are skipped."""
+async def test_a_plan_that_ends_abandons_candidates_that_still_compile():
+    """It has its winner and does not wait; the rest are skipped."""
 
     def plan(board):
         yield Compile((0, 1, 2))
@@ -117,7 +117,7 @@ async def test_a_plan_that_ends_gives_up_what_is_still_compiling():
 
 @pytest.mark.anyio
 async def test_invalid_steps_of_a_strategy_are_ignored():
-    """What is unknown, asked for twice, failed or not compiled is passed over."""
+    """Candidates that are unknown, asked for twice, failed or not compiled are ignored."""
 
     def plan(board):
         yield Compile((0, 0, 7, 1))
@@ -134,7 +134,7 @@ async def test_invalid_steps_of_a_strategy_are_ignored():
 
 
 def test_a_strategys_computation_runs_in_a_thread(real_backend):
-    """A model takes its time, and the event loop is not to wait for it; an error ends the tune as any in a plan."""
+    """A model takes long, and must not block the event loop; its error ends the tune like any error in a plan."""
     threads = []
 
     def plan(board):
@@ -152,8 +152,8 @@ def test_a_strategys_computation_runs_in_a_thread(real_backend):
 
 
 @pytest.mark.anyio
-async def test_a_plan_is_made_for_each_group_and_goes_on_with_what_is_known():
-    """A group that fails gives way to the next, whose plan has the board of the first."""
+async def test_each_group_has_a_plan_on_the_same_board():
+    """If a group fails, the next one gets a plan on the same board."""
     boards = []
 
     def plan(board):
@@ -184,7 +184,7 @@ async def test_a_dropped_candidate_has_an_event():
 @pytest.mark.anyio
 @pytest.mark.parametrize("step", [Sample((0, 7)), Compile(()), Wait(), Compute(lambda: None)], ids=type)
 async def test_a_plan_that_goes_in_circles_is_ended(step):
-    """It would never end, and nothing else would run in its loop."""
+    """Otherwise it would never end, and block its loop."""
 
     def plan(board):
         while True:

@@ -1,4 +1,4 @@
-"""What a tuner finds and reports: the winner, its events, its refusals."""
+"""A tuner's winners, reports, events and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def tune(costs, *, state=None, **script):
 @pytest.mark.anyio
 @pytest.mark.parametrize("fastest", ["a", "b", "c"])
 async def test_the_fastest_wins(fastest):
-    """The winner is the candidate with the least time, wherever it stands in the list."""
+    """The winner is the candidate with the least time, at any place in the list."""
     costs = {"a": 0.3, "b": 0.2, "c": 0.4} | {fastest: 0.1}
     report = await tune(costs)
     assert report.winner == fastest
@@ -47,7 +47,7 @@ async def test_autotune_returns_the_winner():
 
 @pytest.mark.anyio
 async def test_the_incumbent_goes_first():
-    """A tune that is cut short still knows the default, because the default is tried before anything else."""
+    """A tune that is cut short has timed the default, because that is tried first."""
     tuner, measure = tuner_of({"a": 0.1, "default": 0.2, "c": 0.3})
     report = await tuner.tune(tune_among("a", "default", "c", incumbent=1))
     assert measure.compiled[0] == measure.sampled[0] == "default"
@@ -75,7 +75,7 @@ async def test_the_incumbent_loses_to_a_clear_winner():
 
 @pytest.mark.anyio
 async def test_noise_is_seen_in_the_samples():
-    """The wider a candidate's samples scatter, the larger the lead that counts as a tie."""
+    """The higher the variance of samples, the larger the difference that counts as a tie."""
     samples = {"default": [0.107, 0.108] * 3, "calm": [0.10] * 6}
 
     async def winner(wild) -> tuple[str, float]:
@@ -101,8 +101,8 @@ async def test_other_ties_go_to_declared_order(facts):
 
 
 @pytest.mark.anyio
-async def test_a_tuners_seed_is_its_races():
-    """The order in which candidates are sampled is the seed's: the same again with the same, another with another."""
+async def test_the_tuners_seed_decides_the_order_of_samples():
+    """Equal seeds give equal orders, and different seeds different ones."""
 
     async def order(seed) -> tuple[int, ...]:
         measure = ScriptedMeasure()
@@ -143,7 +143,7 @@ async def test_warm_ups_do_not_count():
 
 @pytest.mark.anyio
 async def test_a_report_has_the_identity_and_limits_of_its_tune():
-    """A report carries its state's identity and limits, and what each candidate's compiling cost."""
+    """A report has its tune's identity and limits, and the compile time of each candidate."""
     key = CacheKey("dev", "op@v1", "call")
     tuner, _ = tuner_of(0.5, compile_s={"a": 2.0, "b": 1.0})
     state = tune_among(
@@ -159,7 +159,7 @@ async def test_a_report_has_the_identity_and_limits_of_its_tune():
 
 @pytest.mark.anyio
 async def test_no_candidates_is_an_error():
-    """There is no fastest of none: ejKernel's RuntimeError, and nothing is measured."""
+    """ejKernel's RuntimeError, and nothing is measured."""
     tuner, measure = tuner_of()
     with pytest.raises(RuntimeError, match="no candidates"):
         await tuner.autotune(lambda cfg: print, (), {}, [])
@@ -201,7 +201,7 @@ def test_bad_counts_are_refused(warmup, iters):
 
 @pytest.mark.anyio
 async def test_candidate_events_come_in_order():
-    """Candidates are compiled one after the other, and told as measured once they are known to be done."""
+    """Start events come as candidates are compiled, and measured events at the end."""
     bench = Bench(script={"compile_errors": {Blocks(2): LookupError("no")}, "compile_s": 1.0})
     async with bench.chain:
         start = anyio.current_time()
@@ -228,8 +228,8 @@ async def test_candidate_events_come_in_order():
 
 
 @pytest.mark.anyio
-async def test_a_chains_report_has_every_outcome():
-    """What the tuner found reaches the caller whole: winner, incumbent, and the failure beside the measurements."""
+async def test_a_selections_report_has_every_outcome():
+    """The caller gets the whole report: winner, incumbent, measurements and failures."""
     bench = Bench(script={"compile_errors": {Blocks(2): LookupError("no")}}, allow={"tune_budget_s": 45.0})
     async with bench.chain as chain:
         selection = await chain.select(call(), Toy())
@@ -241,8 +241,8 @@ async def test_a_chains_report_has_every_outcome():
 
 
 @pytest.mark.anyio
-async def test_a_chains_waiters_get_the_tuning_error_with_its_outcomes():
-    """Where heuristics are not allowed, all who wait for a tune in which everything failed get its error."""
+async def test_a_selectors_waiters_get_the_tuning_error_with_its_outcomes():
+    """If heuristics are not allowed, all waiters of a failed tune get its error."""
     bench = Bench(script={"run_errors": lambda cfg: LookupError(f"no {cfg}")}, allow={"allow_heuristics": False})
     caught = []
 
@@ -261,7 +261,7 @@ async def test_a_chains_waiters_get_the_tuning_error_with_its_outcomes():
 
 
 def test_the_default_device_may_be_a_platforms_name(real_backend):
-    """`jax.default_device("cpu")` is as good as its first device."""
+    """`jax.default_device("cpu")` means its first device."""
 
     async def main():
         with jax.default_device("cpu"):

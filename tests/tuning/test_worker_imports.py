@@ -38,7 +38,7 @@ def state():
 
 FLAGS = ["isolated", "ignore_environment", "safe_path", "utf8_mode", "optimize", "dont_write_bytecode", "dev_mode"]
 
-def scaled(factor):  # is called in the worker, since it can be imported there
+def scaled(factor):  # importable, so it is called in the worker
     print("worker:", json.dumps(state()), file=sys.stderr, flush=True)
     print("read:", repr(sys.stdin.read()), repr(os.read(0, 1)), file=sys.stderr, flush=True)
     return lambda x: x * factor
@@ -84,19 +84,19 @@ class Ground:
 
     @property
     def plant_later(self) -> str:
-        """The code with which a program has modules planted, after it has imported its own."""
+        """Code that plants modules after the program has imported its own."""
         return f"import subprocess\nsubprocess.run([sys.executable, {str(self.root / 'planter.py')!r}], check=True)\n"
 
     def run(self, *arguments: str | Path, cwd: Path | None = None, python: str = sys.executable) -> tuple[dict, dict]:
-        """Return what the program and its worker say of themselves."""
+        """Return the facts that the program and its worker report about themselves."""
         told = self.output(*arguments, cwd=cwd, python=python)
         assert told["winner:"] == "3"
-        assert told["read:"] == "'' b''"  # a worker's requests come by a pipe of their own
+        assert told["read:"] == "'' b''"  # requests come through another pipe
         parent, worker = json.loads(told["parent:"]), json.loads(told["worker:"])
         assert parent["pid"] != worker["pid"]
         assert worker["asel"] == parent["asel"] == str(ROOT / "asel" / "__init__.py")
         assert worker["safe_children"] == "1"
-        assert worker["argv"] == [str(ROOT / "asel" / "tuning" / "worker.py")]  # which everybody can see
+        assert worker["argv"] == [str(ROOT / "asel" / "tuning" / "worker.py")]  # visible to every user
         return parent, worker
 
     def output(self, *arguments: str | Path, cwd: Path | None = None, python: str = sys.executable) -> dict[str, str]:
@@ -123,7 +123,7 @@ class Ground:
 
 
 def plant(directory: str | Path, log: str | Path, names: tuple[str, ...] = PLANTED) -> None:
-    """Leave modules that write their name to the log when they are run."""
+    """Plant modules that write their name to the log when they are run."""
     for name in names:
         path = Path(directory, f"{name}.py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def ground(tmp_path) -> Ground:
 
 
 def same_flags(parent: dict, worker: dict) -> bool:
-    """Tell whether a worker has its parent's flags; it never has the working directory on its path by itself."""
+    """Return whether a worker has its parent's flags; Python must never add the working directory to its path."""
     return worker["flags"] == {**parent["flags"], "safe_path": True}
 
 
@@ -149,7 +149,7 @@ def test_a_program_started_from_elsewhere(ground):
 
 
 def test_an_isolated_program(ground):
-    """A worker has its parent's flags and path, and finds modules that the parent had from an entry that is gone."""
+    """A worker has its parent's flags and path, and finds modules from entries that the parent has removed since."""
     ground.plant()
     namespace = ground.app / "space"
     namespace.mkdir()
@@ -165,7 +165,7 @@ def test_an_isolated_program(ground):
 
 
 def test_a_module_started_by_name(ground):
-    """`python -m` imports from the working directory: so does the worker, but what the parent has it finds again.
+    """`python -m` imports from the working directory, and so does the worker, after the parent's own modules.
 
     Modules that are planted after the parent's imports are not run, for they have not run there either.
     """
@@ -188,7 +188,7 @@ def test_a_command(ground):
 
 
 def test_a_program_that_changes_its_directory(ground):
-    """Relative entries are where the parent found them at its start, not where they would be now."""
+    """Relative entries keep the meaning that they had when the parent started."""
     ground.plant()
     for name in ("", "more/"):
         plant(ground.cwd / "app" / name, ground.log)
@@ -224,7 +224,7 @@ def user_site(base: Path) -> Path:
 
 
 def outside_any_venv(ground: Ground) -> str:
-    """Return an interpreter that uses user sites, and have it find what is installed here."""
+    """Return an interpreter that uses user sites and finds the packages installed here."""
     installed = [sysconfig.get_path("purelib"), str(ROOT)]
     ground.environment["PYTHONPATH"] = os.pathsep.join(installed)
     return sys._base_executable
@@ -242,7 +242,7 @@ def test_a_user_site_that_the_parent_does_not_use(ground):
 
 
 def test_a_user_site_that_the_parent_uses(ground):
-    """Kernels in the parent's user site can be imported by its worker, which is set up as the parent was."""
+    """Kernels in the parent's user site can be imported by its worker, which has the same settings."""
     python, base = outside_any_venv(ground), ground.root / "user"
     program = ground.program(before=f"os.environ['PYTHONUSERBASE'] = {str(ground.cwd)!r}")
     plant(user_site(ground.cwd), ground.log)

@@ -1,4 +1,4 @@
-"""A trial on its way to a worker process: arguments, devices and settings arrive as they were."""
+"""A trial sent to a worker process: arguments, devices and settings arrive unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPREAD = NamedSharding(MESH, PartitionSpec("x"))
 
 
 def sent(*args, **facts) -> Trial:
-    """Return a trial as a worker has it: whatever it shares with ours went through bytes."""
+    """Return a trial as a worker gets it, after a round trip through bytes."""
     trial = Trial("cfg", neg, args, {}, **facts)
     arguments = unpack_arguments([bytes(frame) for frame in pack_arguments(trial)])
     return unpack_candidate([bytes(frame) for frame in pack_candidate(trial)], arguments)
@@ -56,8 +56,8 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_arrives_as_it_was(name):
-    """Values, type, and where it lies: a program compiled for it there is the program compiled for it here."""
+def test_an_array_arrives_unchanged(name):
+    """Values, type and placement: both processes compile the same program for it."""
     array = ARRAYS[name]()
     [got] = sent(array).args
     assert jax.typeof(got) == jax.typeof(array)
@@ -70,7 +70,7 @@ def test_an_array_arrives_as_it_was(name):
 
 @pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
 def test_wide_numbers_stay_wide(dtype):
-    """What is of double precision here is so there, where the caller's settings say so."""
+    """Double precision arrives as such, if the caller's settings allow it."""
     with jax.enable_x64(True):
         array, weak, settings = jnp.ones(3, dtype), jnp.asarray(2**40), current_settings()
     got = sent(array, weak, settings=settings).args
@@ -78,8 +78,8 @@ def test_wide_numbers_stay_wide(dtype):
     assert int(got[1]) == 2**40
 
 
-def test_arguments_are_there_once_for_all_candidates():
-    """What shapes stand for is made once, and all of a tune's candidates run with that."""
+def test_arguments_are_unpacked_once_for_all_candidates():
+    """Zeros for shapes are made once, and shared by all candidates of a tune."""
     trial = Trial("a", neg, (jax.ShapeDtypeStruct((4,), jnp.float32), jnp.ones(3)), {})
     arguments = unpack_arguments(pack_arguments(trial))
     first, second = (unpack_candidate(pack_candidate(trial), arguments) for _ in range(2))
@@ -88,7 +88,7 @@ def test_arguments_are_there_once_for_all_candidates():
 
 
 def test_arguments_that_are_not_jax_arrays_are_left_alone():
-    """Numpy's arrays stay numpy's, as they do in a thread; shapes keep their sharding; the rest is constant."""
+    """NumPy arrays stay NumPy arrays, as in a thread; shapes keep their sharding; other values are unchanged."""
     shape = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=SPREAD)
     numbers, tree = np.ones(3), {"n": 1, "name": "x", "none": None}
     got = sent(numbers, shape, tree).args
@@ -97,7 +97,7 @@ def test_arguments_that_are_not_jax_arrays_are_left_alone():
 
 
 def test_the_callers_settings_arrive():
-    """With their devices: the default one, and those of the mesh."""
+    """Including their devices: the default device, and those of the mesh."""
     place, rbg = jax.default_device(jax.devices()[0]), jax.default_prng_impl("rbg")
     with place, rbg, jax.set_mesh(MESH), jax.enable_x64(True):
         settings = current_settings()
@@ -108,7 +108,7 @@ def test_the_callers_settings_arrive():
 
 
 def test_a_device_that_a_worker_does_not_have_is_named(monkeypatch):
-    """It sees fewer devices where they were made by other means than the environment: the error says so."""
+    """It sees fewer devices if they were configured outside the environment: the error says so."""
     name = lambda self, one: ("cpu", 7) if isinstance(one, jax.Device) else None  # noqa: E731
     monkeypatch.setattr(_Pickler, "persistent_id", name)
     with pytest.raises(InvalidRequestError, match=r"no device cpu:7, only \d.*XLA_FLAGS"):
@@ -116,7 +116,7 @@ def test_a_device_that_a_worker_does_not_have_is_named(monkeypatch):
 
 
 def test_a_tpu_is_not_shared():
-    """One process owns it, so the other way is named."""
+    """One process owns a TPU, so the error names the other isolation."""
     with pytest.raises(InvalidRequestError, match='use isolation="thread"'):
         pack_candidate(Trial("cfg", neg, (), {}, device=FakeDevice("TPU v5e", platform="tpu")))
 
@@ -150,8 +150,8 @@ for isolation, backend in (("thread", "asyncio"), ("process", "trio")):
 
 
 @pytest.mark.timeout(60)  # another process loads JAX
-def test_arguments_over_devices_and_the_callers_mesh_are_the_candidates():
-    """In threads and in processes, asked for in a trace or not: a candidate has what the call has."""
+def test_candidates_get_sharded_arguments_and_the_callers_mesh():
+    """In threads and in processes, traced or not."""
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", _SPREAD, str(TESTS)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
@@ -160,8 +160,8 @@ def test_arguments_over_devices_and_the_callers_mesh_are_the_candidates():
 
 
 @pytest.mark.parametrize("name", ["numbers", "a weak number", "committed", "spread"])
-def test_an_array_that_was_donated_travels_as_its_shape(name):
-    """A worker makes zeros of it, of the same type and in the same place."""
+def test_a_donated_array_is_sent_as_its_shape(name):
+    """The worker makes zeros of the same type and placement."""
     array = ARRAYS[name]()
     [here] = sent(array).args
     array.delete()
@@ -172,8 +172,8 @@ def test_an_array_that_was_donated_travels_as_its_shape(name):
     assert (zeros.committed, zeros.sharding) == (here.committed, here.sharding)
 
 
-def test_an_array_that_is_donated_as_it_is_packed_travels_as_its_shape(monkeypatch):
-    """Between the look at it and its copy anything may happen; other errors are raised."""
+def test_an_array_donated_while_it_is_packed_is_sent_as_its_shape(monkeypatch):
+    """It may be donated between the check and the copy; other errors are raised."""
     array, as_numbers = jnp.ones(3), parcels._as_numbers
 
     def late(leaf):
@@ -193,8 +193,8 @@ def test_an_array_that_is_donated_as_it_is_packed_travels_as_its_shape(monkeypat
 
 
 @pytest.mark.parametrize("wraps_itself", [False, True])
-def test_a_kernel_under_shard_map_travels(wraps_itself):
-    """What asel puts around a kernel can be imported, as the kernel can."""
+def test_a_kernel_under_shard_map_can_be_sent(wraps_itself):
+    """asel's own wrappers around a kernel can be imported, like the kernel."""
     op = SelfWrapped() if wraps_itself else Mapped()
     specs = {"mesh": MESH, "in_specs": (PartitionSpec("x"),), "out_specs": PartitionSpec("x")}
     inv = Invocation("mapped", (jnp.ones(4),), {}, method="shard_map", **specs)
@@ -204,14 +204,14 @@ def test_a_kernel_under_shard_map_travels(wraps_itself):
     assert there.fn(*there.args).tolist() == [3.0] * 4
 
 
-def test_a_message_may_say_main_anywhere():
-    """It is what an object is that keeps it from travelling, and not what is written in it."""
+def test_arguments_may_contain_the_text_main():
+    """An object is refused for its class, and not for text in it."""
     assert sent("__main__", {"__main__": b"__main__"}).args == ("__main__", {"__main__": b"__main__"})
 
 
 @pytest.mark.parametrize("what", ["function", "object", "in a partial"])
-def test_code_of_the_program_itself_does_not_travel(what, monkeypatch):
-    """A worker does not run the program's own file: neither its functions nor objects of its classes are there."""
+def test_code_from_the_main_program_is_refused(what, monkeypatch):
+    """A worker does not run the program's own file, so it has none of its functions and classes."""
 
     def run(x, y):
         return x + y

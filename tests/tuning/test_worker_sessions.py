@@ -1,4 +1,4 @@
-"""What is sent to workers, in what order, and who pays for it. The other end is in this process."""
+"""The messages to workers, their order, and who is charged for them. The workers are in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_hostile(cfg):
 
 @pytest.fixture
 def near(monkeypatch):
-    """Workers of this process, in the order of their starts; a config ends the first one."""
+    """Workers inside this process, in the order of their starts; one config ends the first worker."""
     started = []
 
     async def start():
@@ -40,8 +40,8 @@ def near(monkeypatch):
     return started
 
 
-def test_arguments_are_sent_once_to_each_worker_and_go_with_their_tune(real_backend, near, monkeypatch):
-    """A worker learns of a tune's end: its arguments are forgotten, and its candidates whatever became of them."""
+def test_arguments_are_sent_once_to_each_worker_and_forgotten_with_their_tune(real_backend, near, monkeypatch):
+    """A worker is told when a tune ends, and forgets its arguments and all its candidates."""
     compile = Program.compile
 
     def fragile(program):
@@ -71,13 +71,13 @@ def test_arguments_are_sent_once_to_each_worker_and_go_with_their_tune(real_back
 
 
 @pytest.mark.anyio
-async def test_a_worker_gets_a_tunes_arguments_once_and_learns_of_its_end():
-    """The first candidate brings them, and so does the first after the tune had ended: to each worker."""
+async def test_a_worker_gets_a_tunes_arguments_once_and_is_told_when_it_ends():
+    """Each worker gets them with the first candidate, and again with the first candidate after the tune ended."""
     worker, one, other = Scripted(), processes._PackedArguments([b"one"]), processes._PackedArguments([b"o", b"ther"])
 
     async def asked(candidate, arguments, worker=worker):
         before = len(worker.sent)
-        await worker.bring(arguments)
+        await worker.ensure_arguments(arguments)
         await worker.ask("lower", candidate, [b"candidate"], arguments.number)
         return [(header[0], payload, *header[3:]) for header, payload in worker.sent[before:]]
 
@@ -115,8 +115,8 @@ def scripted(monkeypatch):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("budget_s", "tried"), [(60.0, 3), (4.0, 1)])
-async def test_starting_a_worker_is_the_tunes_time_and_no_candidates(scripted, budget_s, tried):
-    """It takes longer than any step may, and nobody is timed out for it; but it is paid from the budget."""
+async def test_starting_a_worker_is_charged_to_the_tune_and_to_no_candidate(scripted, budget_s, tried):
+    """It takes longer than a candidate's timeout, which does not apply; but it counts for the budget."""
     facts = {"incumbent": 0, "candidate_timeout_s": 1.5, "tune_budget_s": budget_s}
     state = tune_of(("slow", "print", "fast"), of_hostile, (1,), {}, **facts)
     report = await Tuner(0, 1, isolation="process", strategy="exhaustive").tune(state)
@@ -126,8 +126,8 @@ async def test_starting_a_worker_is_the_tunes_time_and_no_candidates(scripted, b
 
 
 @pytest.mark.anyio
-async def test_being_compiled_again_has_a_timeout_for_each_step(scripted):
-    """The second candidate takes the worker along: those that were warm are lowered, compiled and run again."""
+async def test_each_step_in_another_worker_has_its_own_timeout(scripted):
+    """The second candidate kills the worker: warm candidates are lowered, compiled and run again."""
 
     class Twice:
         def plan(self, board):
@@ -151,7 +151,7 @@ async def test_being_compiled_again_has_a_timeout_for_each_step(scripted):
 
 
 def test_one_tuner_works_in_one_loop_after_the_other(near):
-    """What a tuner keeps of its workers is the loop's, and goes with it."""
+    """A tuner keeps its workers per event loop, and drops them with the loop."""
     tuner = Tuner(1, 1, isolation="process")
     for backend in ("asyncio", "trio", "asyncio"):
         assert anyio.run(tuner.autotune, of_hostile, (X,), {}, ["slow", "fast"], backend=backend) == "fast"

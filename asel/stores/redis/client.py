@@ -12,7 +12,7 @@ from coredis.exceptions import BusyLoadingError, ConnectionError, NoScriptError
 
 from asel.errors import StoreError
 from asel.runtime.limiter import Limiter
-from asel.runtime.loop import in_a_task_of_its_own
+from asel.runtime.loop import spawn_loop_task
 from asel.stores.redis.claim_queues import Queues
 from asel.stores.redis.connection import Dialer, Opening, RedisConnection
 from asel.stores.redis.refusals import explain
@@ -69,7 +69,7 @@ class KeptLink:
         self._target = target
         self._rights = rights
         self._ready, self._over, self._gone = anyio.Event(), anyio.Event(), anyio.Event()
-        self._task = in_a_task_of_its_own(self._live)
+        self._task = spawn_loop_task(self._live)
 
     async def _live(self) -> None:
         try:
