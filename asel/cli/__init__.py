@@ -1,5 +1,21 @@
 """The `asel` command."""
 
-from asel.cli.app import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+from collections.abc import Sequence
+
+from asel.cli.interrupts import end_at_once
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line and exit: 0 if all is well, 1 if a problem was found, 2 if it failed or was used wrongly.
+
+    Without arguments it runs the process's own, and Ctrl-C ends the process with 130, without a traceback.
+    """
+    if arguments is None:
+        end_at_once()
+    from asel.cli.app import run
+
+    run(arguments)

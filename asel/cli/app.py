@@ -17,14 +17,14 @@ import typer
 from asel.cli.cache import cache_app
 from asel.cli.demo.command import demo
 from asel.cli.doctor.command import doctor
-from asel.cli.errors import FOUND_A_PROBLEM, problem, report_error
+from asel.cli.errors import FAILED, FOUND_A_PROBLEM, problem, report_error
 from asel.cli.examples import examples
 from asel.cli.report import report
 from asel.cli.trace.command import trace
 from asel.cli.tune.command import tune
 from asel.cli.version import show_version
 
-__all__ = ["app", "main"]
+__all__ = ["app", "run"]
 
 # No local variables in tracebacks: one of them may be a URL with a password.
 app = typer.Typer(
@@ -66,8 +66,8 @@ def _options(
     """Pick kernel configurations for JAX, and show why."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line and exit: 0 if all is well, 1 if a problem was found, 2 if it failed or was used wrongly."""
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line, by default the process's own, and exit with its code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _run(given)
@@ -75,6 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if arguments is None:
             _end_process(end.code)
         raise
+    except Exception as error:  # with --debug
+        if arguments is not None:
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(FAILED) from None
 
 
 def _run(given: list[str]) -> None:

@@ -43,6 +43,7 @@ def caches_at(location: str | None) -> list[PersistentCache[Any]]:
         InvalidRequestError: there is none.
     """
     if location is not None and "://" in location:
+        _refuse_jax(location)
         return [_opened(location)]
     path = _found(location)
     inner = [] if path.is_file() or _is_cache(path) else sorted(filter(_is_cache, path.iterdir()))
@@ -67,15 +68,27 @@ def cache_at(location: str | None) -> PersistentCache[Any]:
 
 
 def new_cache_at(location: str | None) -> PersistentCache[Any]:
-    """Return the cache at a location that need not exist yet, for writing."""
-    from asel.stores.persistent_cache import PersistentCache, default_root
+    """Return the cache at a location that need not exist yet, for writing.
+
+    A path is a path here, a plain name as well, as `PersistentCache(path=...)` takes it.
+
+    Raises:
+        InvalidRequestError: there is no location, or its name means an operation's cache to the commands that read.
+    """
+    from asel.stores.persistent_cache import default_root
 
     if location is None:
         raise InvalidRequestError(
             "name the cache to write with --store: a directory, a *.json document or a redis:// URL"
         )
+    _refuse_jax(location)
     if "://" not in location and _is_plain_name(location) and not Path(location).exists():
-        return PersistentCache("asel", default_root() / location)
+        of_operation = default_root() / location
+        if of_operation.is_dir():
+            raise InvalidRequestError(
+                f"{location!r} may mean two caches: write ./{location} for a new directory here, "
+                f"or {of_operation} for the operation's in the cache directory"
+            )
     return _writable(location)
 
 
@@ -144,6 +157,14 @@ def _found(location: str | None) -> Path:
             "`asel cache stats` lists the caches of this machine"
         )
     raise InvalidRequestError(f"there is no cache at {location}: check the path")
+
+
+def _refuse_jax(location: str) -> None:
+    if location.startswith("jax://"):
+        raise InvalidRequestError(
+            "a jax:// store is inside a jax.distributed program and ends with it: name a directory, a *.json document "
+            "or a redis:// URL"
+        )
 
 
 def _is_plain_name(location: str) -> bool:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["NARROW", "bar", "console", "print_item", "print_json", "print_table", "spread_bar"]
+__all__ = ["NARROW", "bar", "console", "counted", "print_item", "print_json", "print_table", "spread_bar"]
 
 NARROW = 72
 """Columns below which a table is printed as blocks of lines."""
@@ -27,6 +27,11 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal:
         made.width = _UNBOUNDED
     return made
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 record`, `1,024 records`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def print_json(value: Any) -> None:

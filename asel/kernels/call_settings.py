@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import types
 from typing import Any
 
 from asel.kernels.canonical import Canon, canonical
@@ -21,6 +22,7 @@ class JaxState:
     __slots__ = (
         "array",
         "default_device",
+        "entered_meshes",
         "is_committed",
         "known",
         "matmul_precision",
@@ -28,6 +30,7 @@ class JaxState:
         "no_mesh",
         "prng_impl",
         "sharding_of",
+        "single_device",
         "threefry_partitionable",
         "x64",
     )
@@ -36,6 +39,7 @@ class JaxState:
         self.known = False
         self.array: Any = None
         self.sharding_of: Any = None
+        self.single_device: Any = None
         self.is_committed: Any = None
         self.x64: Any = None
         self.matmul_precision: Any = None
@@ -44,6 +48,7 @@ class JaxState:
         self.threefry_partitionable: Any = None
         self.mesh: Any = None
         self.no_mesh: Any = None
+        self.entered_meshes: Any = None
 
     def learn(self) -> None:
         import jax
@@ -54,6 +59,9 @@ class JaxState:
         self.prng_impl, self.threefry_partitionable = jax.default_prng_impl, jax.threefry_partitionable
         # The abstract mesh: it is available while JAX traces, and equal for replicas on other devices.
         self.mesh = _mesh_setting()
+        self.entered_meshes = _entered_meshes_setting()
+        kind = jax.sharding.SingleDeviceSharding
+        self.single_device = kind if hasattr(kind, "_device") else None
         self.known = True
 
     def learn_array(self, kind: type) -> None:
@@ -91,6 +99,15 @@ class _PublicMeshSetting:
         return jax.sharding.get_abstract_mesh()
 
 
+def _entered_meshes_setting() -> Any:
+    """Return an object whose `value` are the meshes of the `with mesh:` blocks around a call, the innermost last."""
+    setting = getattr(sys.modules.get("jax._src.config"), "mesh_context_manager", None)
+    return setting if hasattr(setting, "value") else _NO_MESHES
+
+
+_NO_MESHES = types.SimpleNamespace(value=())
+
+
 def call_form(inv: Any) -> Canon:
     return (
         "call",
@@ -115,6 +132,8 @@ def settings_form() -> Canon:
     random = (jax_state.prng_impl.value, int(jax_state.threefry_partitionable.value))
     if random != (DEFAULT_PRNG, 1):
         settings = (*settings, ("random", *random))
+    if entered := jax_state.entered_meshes.value:
+        settings = (*settings, ("entered mesh", tuple(entered[-1].shape.items())))
     mesh = jax_state.mesh.value
     if mesh is None:
         return settings

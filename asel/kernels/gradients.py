@@ -34,8 +34,8 @@ def differentiable(
 
     `forward(*args, cfg=cfg)` returns the outputs and any residuals. `backward(residuals, dy, *args, cfg=cfg)`
     returns a gradient for each positional argument: a pytree like the argument, in which None means zero. It also gets
-    the outputs if it is declared as `vjp(residuals, y, dy, ...)`. Further gradients belong to the next parameters of
-    `run`, for arguments passed by keyword; the gradient of any other keyword argument is zero.
+    the outputs if it is declared as `vjp(residuals, y, dy, ...)`, by whatever names. Further gradients belong to the
+    next parameters of `run`, for arguments passed by keyword; the gradient of any other keyword argument is zero.
     """
     import jax
 
@@ -55,7 +55,8 @@ def differentiable(
     def gradients(carried: Any, cotangent: Any) -> Any:
         values, outputs, residuals = carried()
         call_args, call_kwargs = call_of(*values)
-        cotangents = (outputs, cotangent) if _wants_outputs(backward) else (cotangent,)
+        wants_outputs = _wants_outputs(backward, len(call_args), call_kwargs)
+        cotangents = (outputs, cotangent) if wants_outputs else (cotangent,)
         found = backward(residuals, *cotangents, *call_args, cfg=cfg, **call_kwargs)
         found, by_name = _by_parameter(found, len(call_args), run)
         aligned = _aligned(found, call_args)
@@ -144,9 +145,29 @@ def _varying_axes(array: Any) -> frozenset[Any]:
     return frozenset(found)
 
 
-def _wants_outputs(backward: Callable[..., Any]) -> bool:
-    """Return whether `vjp` takes the outputs, as ejKernel documents it; ejKernel's executor calls it without."""
+_OUTPUTS = ("y", "o", "primal", "result")
+_COTANGENTS = ("d", "g", "ct", "cot")
+
+
+def _wants_outputs(backward: Callable[..., Any], positional: int, kwargs: dict[str, Any]) -> bool:
+    """Return whether `vjp` takes the outputs, as ejKernel documents it; ejKernel's executor calls it without.
+
+    The number of its parameters decides. If it takes any number of arguments, the names of two parameters do.
+    """
     try:
-        return [*inspect.signature(backward).parameters][1:3] == ["y", "dy"]
+        signature = inspect.signature(backward)
     except (TypeError, ValueError):
         return False
+    with_outputs = _takes(signature, positional + 3, kwargs)
+    if with_outputs != _takes(signature, positional + 2, kwargs):
+        return with_outputs
+    names = [*signature.parameters][1:3]
+    return len(names) == 2 and names[0].startswith(_OUTPUTS) and names[1].startswith(_COTANGENTS)
+
+
+def _takes(signature: inspect.Signature, positional: int, kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*[None] * positional, cfg=None, **kwargs)
+    except TypeError:
+        return False
+    return True

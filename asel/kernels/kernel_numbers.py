@@ -54,7 +54,7 @@ class _KernelNumbers:
         """Return the number that equal kernels share; None if this kernel is recognised by identity."""
         kind = type(kernel)
         shows_state = hasattr(kernel, "__dict__") or all("__slots__" in vars(base) for base in kind.__mro__[:-1])
-        if not shows_state or any(has_attribute(value, "dtype") for value in attributes_of(kernel)):
+        if not shows_state or any(map(_is_array, attributes_of(kernel))):
             return None
         try:
             form = Canonicaliser().state(kernel, "kernel")
@@ -68,6 +68,15 @@ class _KernelNumbers:
 
 
 kernel_numbers = _KernelNumbers()
+
+
+def _is_array(value: Any) -> bool:
+    """Tell whether a value is an array, and not a dtype or a NumPy scalar, which have one's attributes."""
+    if isinstance(value, type) or not has_attribute(value, "dtype"):
+        return False
+    import numpy as np
+
+    return not isinstance(value, np.generic)
 
 
 def kernel_number(kernel: Any) -> int:

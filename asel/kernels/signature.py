@@ -32,6 +32,7 @@ class _Mark(enum.Enum):
     SHAPE = enum.auto()
     DUCK = enum.auto()
     MESH = enum.auto()
+    ENTERED_MESH = enum.auto()
     CALL = enum.auto()
     RANDOM = enum.auto()
     # Enum members hash through a Python method; identity is what we mean.
@@ -47,7 +48,8 @@ class _Shardings:
 
     JAX hashes and compares shardings in Python, and every compiled function hands out objects of its
     own: this would cost more than the rest of a signature. An object seen before is recognised by its id,
-    which cannot be reused while the entry holds the object. No number is used twice.
+    which cannot be reused while the entry holds the object. No number is used twice. `jax.device_put` makes a
+    sharding for each array, so those of one device go by what they consist of, which takes a third of the time.
     """
 
     def __init__(self, max_entries: int = 4096) -> None:
@@ -58,10 +60,16 @@ class _Shardings:
 
     def learn(self, sharding: Any) -> int:
         # A forgotten sharding gets a new number, so its calls are resolved once more.
-        for table in (self._numbers, self.seen):
-            if len(table) >= self._max_entries:
-                table.clear()
-        number = self._numbers.setdefault(sharding, next(self._unused))
+        value = sharding
+        if type(sharding) is _jax.single_device:
+            value = (sharding._device, sharding.memory_kind)
+        number = self._numbers.get(value)
+        if number is None:
+            if len(self._numbers) >= self._max_entries:
+                self._numbers.clear()
+            number = self._numbers.setdefault(value, next(self._unused))
+        if len(self.seen) >= self._max_entries:
+            self.seen.clear()
         self.seen[id(sharding)] = (number, sharding)
         return number
 
@@ -133,6 +141,8 @@ def plain_signature(kernel: Any, args: Any, kwargs: Any, *, for_program: bool = 
                 _append(value, tokens, for_program)
     if (mesh := jax.mesh.value) is not jax.no_mesh:
         _append_mesh(mesh, tokens)
+    if meshes := jax.entered_meshes.value:
+        tokens += (_Mark.ENTERED_MESH, seen[0] if (seen := _seen(id(meshes[-1]))) else _shardings.learn(meshes[-1]))
     return tuple(tokens)
 
 

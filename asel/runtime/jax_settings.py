@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +29,13 @@ class Settings(NamedTuple):
     """The mesh that `jax.set_mesh` has set; an abstract one if it was read while tracing."""
     others: tuple[tuple[str, Any], ...] = ()
     """All other settings, by the name of the context manager in `jax` that sets them."""
+    blocks: tuple[tuple[str, Any], ...] = ()
+    """The blocks that the caller's thread is in, such as `with mesh:`, by JAX's name."""
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether a mesh is in force, set or entered."""
+        return self.mesh is not None or any(name == _MESH_BLOCK for name, _ in self.blocks)
 
 
 # Settings with a field of their own, and one that is meant to fail in other threads.
@@ -43,6 +51,11 @@ _EXCLUDED = frozenset(
     }
 )
 
+# Blocks that change the program: `with mesh:`, `compute_on(...)` and `set_xla_metadata(...)`. JAX has no public way
+# to read them.
+_MESH_BLOCK = "mesh_context_manager"
+_BLOCKS = (_MESH_BLOCK, "compute_on_context_manager", "xla_metadata_context_manager")
+
 
 def current_settings() -> Settings:
     """Return the settings of the calling thread."""
@@ -55,7 +68,8 @@ def current_settings() -> Settings:
         config.jax_transfer_guard_device_to_host,
     )
     precision, device = config.jax_default_matmul_precision, config.jax_default_device
-    return Settings(config.jax_enable_x64, precision, device, guards, _current_mesh(), _other_settings())
+    mesh, others = _current_mesh(), _other_settings()
+    return Settings(config.jax_enable_x64, precision, device, guards, mesh, others, _current_blocks())
 
 
 @functools.cache
@@ -78,6 +92,26 @@ def _other_setters() -> dict[str, Any]:
 def _other_settings() -> tuple[tuple[str, Any], ...]:
     setters = _other_setters().items()
     return tuple((name, setter.value) for name, setter in setters if setter.value != setter.get_global())
+
+
+def _current_blocks() -> tuple[tuple[str, Any], ...]:
+    config = sys.modules.get("jax._src.config")
+    values = ((name, getattr(getattr(config, name, None), "value", None)) for name in _BLOCKS)
+    return tuple((name, value) for name, value in values if value)
+
+
+def _enter_block(name: str, value: Any, stack: ExitStack) -> None:
+    if name == _MESH_BLOCK:
+        for mesh in value:
+            stack.enter_context(mesh)
+    elif name == "compute_on_context_manager":
+        from jax.experimental.compute_on import compute_on
+
+        stack.enter_context(compute_on(value))
+    else:
+        from jax.experimental.xla_metadata import set_xla_metadata
+
+        stack.enter_context(set_xla_metadata(**value.val))  # type: ignore[no-untyped-call]
 
 
 def _current_mesh() -> Any:
@@ -127,6 +161,10 @@ def settings_held(settings: Settings | None) -> Iterator[None]:
             if settings.mesh is None and not had_mesh:
                 # `jit` distinguishes an empty mesh from no mesh, and would trace again in the caller's thread.
                 mesh.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            here = _current_blocks()
+            for block in settings.blocks:
+                if block not in here:  # entered twice, `jit` would trace again
+                    _enter_block(*block, stack)
         yield
 
 

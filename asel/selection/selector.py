@@ -302,6 +302,14 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """Return what follows from a kernel and a call's signature alone."""
         return self._keys.resolve(inv, kernel)
 
+    def check_loop(self) -> None:
+        """Refuse to be awaited here.
+
+        Raises:
+            InvalidRequestError: the chain is open in another event loop.
+        """
+        self._lifetime.check_loop()
+
     def keep_programs(self) -> Programs:
         """Return where the chain's tunes put the programs of their winners, from here on."""
         return self._tunes.requests.keep_programs()

@@ -52,6 +52,7 @@ class StoreAccess(Generic[Cfg]):
             timeout_s,
             is_barred=cache.quarantine.has,
             adopt=lambda report, stored: cache.adopt(report.key, report.checksum, stored.cfg, stored.report),
+            on_kept=self._forget_miss,
         )
         self.for_tunes = self.resilient if keeps_tunes else None
         self.peek = self.resilient.peek
@@ -104,6 +105,11 @@ class StoreAccess(Generic[Cfg]):
         """Tell whether the store was asked a moment ago, and had nothing."""
         missed = self._missed.get(_question(query))
         return missed is not None and 0 <= self._events.now() - missed < REREAD_AFTER_S
+
+    def _forget_miss(self, kept: TuneReport[Cfg]) -> None:
+        """Have the store asked for this key again: memory may lose the config soon, if it is cleared or full."""
+        for exact in (False, True):
+            self._missed.forget((kept.key, kept.checksum, exact))
 
     async def _read(self, query: StoreQuery[Cfg], question: Question, read: Shared[Stored[Cfg] | None]) -> None:
         scope = anyio.CancelScope()

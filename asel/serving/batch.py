@@ -14,7 +14,7 @@ from asel.runtime.jax_settings import Settings, current_settings, with_settings
 from asel.runtime.threads import run_in_thread
 from asel.serving.batch_run import BatchCall, Progress, run_batch
 from asel.serving.batch_summary import BatchSummary
-from asel.serving.preparation import own_prepare
+from asel.serving.preparation import own_prepare, prepared
 
 if TYPE_CHECKING:
     from asel.selection.selector import ConfigSelectorChain
@@ -104,6 +104,6 @@ def _batch_call(number: int, pair: Any, settings: Settings) -> BatchCall:
 
 async def _prepared(kernel: Any, example: tuple[Any, ...], settings: Settings) -> Invocation[Any, Any]:
     """Return the call as the kernel prepares it: in a thread, since that may compile."""
-    work = partial(with_settings, settings, partial(kernel.prepare, *example))
+    work = partial(with_settings, settings, partial(prepared, kernel.prepare, example, {}))
     args, kwargs = await run_in_thread(f"preparing {kernel.op_id}", work)
-    return Invocation(kernel.op_id, tuple(args), kwargs)
+    return Invocation(kernel.op_id, args, kwargs)

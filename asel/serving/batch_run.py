@@ -49,8 +49,9 @@ async def run_batch(
     """Select a config for each call, tuning the calls that have none.
 
     Raises:
-        InvalidRequestError: `progress` or `budget_s` is invalid.
+        InvalidRequestError: `progress` or `budget_s` is invalid, or the selector is open in another event loop.
     """
+    selector.check_loop()  # else each call would fail with it
     if budget_s is not None and not (isinstance(budget_s, int | float) and budget_s >= 0):
         raise InvalidRequestError(f"budget_s={budget_s!r} must be seconds, zero or more, or None")
     if progress is None or callable(progress):

@@ -16,7 +16,7 @@ from asel.serving.blocking import BlockingSelector
 from asel.serving.call_keywords import invocation_of, taken_from
 from asel.serving.compiled_call import jitted_call
 from asel.serving.executor import Executor
-from asel.serving.preparation import own_prepare
+from asel.serving.preparation import own_prepare, prepared
 from asel.serving.runs import QUICK_S, Ran, Runs, timed
 from asel.serving.winner_faults import WinnerFaults
 from asel.tuning.outcomes import TuneReport
@@ -75,8 +75,8 @@ class BlockingExecutor(Generic[Cfg, Out]):
 def _prepared_call(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Invocation[Any, Any]:
     call_keywords = taken_from(kwargs)
     if (prepare := own_prepare(kernel)) is not None:
-        args, kwargs = prepare(*args, **kwargs)
-    return invocation_of(kernel, tuple(args), kwargs, cfg, call_keywords)
+        args, kwargs = prepared(prepare, args, kwargs)
+    return invocation_of(kernel, args, kwargs, cfg, call_keywords)
 
 
 class _Nowait(Executor[Cfg, Out]):

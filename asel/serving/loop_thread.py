@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
 
 from asel.errors import InvalidRequestError, SelectorClosedError
-from asel.runtime.loop import LoopHandle
+from asel.runtime.loop import LoopHandle, context_for_another_loop
 
 __all__ = ["LoopThread"]
 
 T = TypeVar("T")
 _AT_EXIT_S = 10.0
 """How long the end of the program waits for a loop that was not stopped; closing a selector takes less."""
+_SIGNAL_CHECK_S = 0.5
+"""How long a wait can miss Ctrl-C: a signal that arrives just before Python blocks on a lock does not interrupt it."""
 
 
 class LoopThread:
@@ -45,7 +50,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, args=(backend,), name="asel loop", daemon=True)
         self._thread.start()
         try:
-            self._portal = self._opened.result()
+            self._portal = _result(self._opened)
         except KeyboardInterrupt:
             self._opened.add_done_callback(lambda _: self.stop())
             raise
@@ -81,14 +86,22 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             raise InvalidRequestError("asked on the selector's own event loop, which cannot wait; use choose_nowait")
         try:
-            future = self._portal.start_task_soon(function, *args)
+            future: Future[T] = self._start(partial(self._portal.start_task_soon, function, *args))
         except RuntimeError:
             raise SelectorClosedError("the selector is closed") from None
         try:
-            return future.result()
+            return _result(future)
         except BaseException:
             future.cancel()
             raise
+
+    def _start(self, start: Callable[[], Future[T]]) -> Future[T]:
+        try:
+            return start()
+        except RuntimeError:
+            # The loop has ended; or both are trio's, which lets no task of one loop call into another from its thread.
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(context_for_another_loop().run, start).result()
 
     def run_soon(self, work: Callable[[], object]) -> None:
         """Run `work` in the loop before what is called there later, unless the loop has ended; waits for nothing."""
@@ -107,7 +120,20 @@ class LoopThread:
             BaseException: `held` raised it while closing.
         """
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            self._ended.result(timeout_s)
+            _result(self._ended, timeout_s)
+
+
+def _result(future: Future[T], timeout_s: float | None = None) -> T:
+    """Return the result of a future, or raise its error; Ctrl-C ends the wait.
+
+    Raises:
+        TimeoutError: there was none within `timeout_s`.
+    """
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0 and not future.done():
+        with suppress(TimeoutError):  # the wait's, or the future's own, which is raised below
+            return future.result(min(left_s, _SIGNAL_CHECK_S))
+    return future.result(0)
 
 
 _running: weakref.WeakSet[LoopThread] = weakref.WeakSet()

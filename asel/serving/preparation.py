@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from asel.kernels.signature import plain_signature
 from asel.runtime.bounded_memo import BoundedMemo
 from asel.serving.runs import QUICK_S, in_a_thread, timed
 
-__all__ = ["Preparation", "own_prepare"]
+__all__ = ["Preparation", "own_prepare", "prepared"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MAX_SIGNATURES = 65_536
@@ -27,6 +28,47 @@ def own_prepare(kernel: Any) -> Callable[..., Any] | None:
     if prepare is None or getattr(prepare, "__func__", None) is _NO_PREPARE:
         return None
     return prepare  # type: ignore[no-any-return]
+
+
+def prepared(prepare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Return the arguments as the kernel prepares them. If some are shapes, it is traced, and makes shapes of them."""
+    if _has_shapes(args, kwargs):
+        return _prepared_shapes(prepare, args, kwargs)
+    made, keywords = prepare(*args, **kwargs)
+    return tuple(made), keywords
+
+
+def _has_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if (jax := sys.modules.get("jax")) is None:
+        return False
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree_util.tree_leaves((args, kwargs)))
+
+
+def _prepared_shapes(prepare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    import jax
+
+    leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    made: list[Any] = []
+    unchanged: dict[int, Any] = {}
+
+    def trace(tracers: list[Any]) -> list[Any]:
+        nonlocal made, structure
+        given = list(leaves)
+        for place, tracer in zip(places, tracers, strict=True):
+            given[place] = tracer
+            unchanged[id(tracer)] = leaves[place]
+        call_args, call_kwargs = jax.tree_util.tree_unflatten(structure, given)
+        made, structure = jax.tree_util.tree_flatten(prepare(*call_args, **call_kwargs))
+        return [leaf for leaf in made if isinstance(leaf, jax.core.Tracer)]
+
+    shapes = iter(jax.eval_shape(trace, [leaves[place] for place in places]))
+    for place, leaf in enumerate(made):
+        if isinstance(leaf, jax.core.Tracer):
+            shape = next(shapes)
+            made[place] = unchanged.get(id(leaf), shape)  # with the sharding of the argument
+    prepared_args, keywords = jax.tree_util.tree_unflatten(structure, made)
+    return tuple(prepared_args), keywords
 
 
 class Preparation:
@@ -55,10 +97,10 @@ class Preparation:
         if not self._was_quick.get(token):
             return None
         start = time.perf_counter()
-        prepared, keywords = prepare(*args, **kwargs)
+        made, keywords = prepare(*args, **kwargs)
         if time.perf_counter() - start >= QUICK_S:
             self._was_quick.forget(token)
-        return tuple(prepared), keywords
+        return tuple(made), keywords
 
     async def _prepare_in_thread(
         self, kernel: Any, prepare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -66,10 +108,11 @@ class Preparation:
         token = None
         with suppress(UnstableKeyError, RecursionError):
             token = plain_signature(kernel, args, kwargs, for_program=True)
-        ran = await in_a_thread(f"preparing {kernel.op_id}", partial(timed, partial(prepare, *args, **kwargs)))
+        work = partial(timed, partial(prepared, prepare, args, kwargs))
+        ran = await in_a_thread(f"preparing {kernel.op_id}", work)
         if ran.error is not None:
             raise ran.error
         if token is not None:
-            self._was_quick.put(token, ran.seconds < QUICK_S)
-        prepared, keywords = ran.out
-        return tuple(prepared), keywords
+            self._was_quick.put(token, ran.seconds < QUICK_S and not _has_shapes(args, kwargs))
+        made: Arguments = ran.out
+        return made

@@ -62,7 +62,7 @@ def open_store(location: Any, *, read_only: bool = False) -> Store:
 
             return JaxClusterStore(location)
         # No message repeats it: misspelt, it may have its password in any part. pathlib makes one slash of two.
-        if "://" in location or re.match(r"[a-z][a-z0-9+.-]+:/", location, re.IGNORECASE):
+        if "://" in location or re.match(r"[\s'\"]*[a-z][a-z0-9+.-]+:/", location, re.IGNORECASE):
             scheme = re.match(r"[a-z][a-z0-9+.-]*(?=:/)", location, re.IGNORECASE)
             shown = f"{scheme[0]}://" if scheme else "this URL"
             raise InvalidRequestError(f"{shown} is not a store; use a path, or a redis:// or rediss:// URL as text")

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from asel.errors import StoreError
 from asel.kernels.keys import CacheKey
+from asel.redaction import redact
 from asel.stores.file_claims import file_claim, lock_files, remove_stale_locks
 from asel.stores.file_ops import (
     FoundFile,
@@ -67,7 +68,7 @@ class DirectoryStore(StoreDefaults):
         self.on_rejected: Callable[[Rejected], object] = log_rejected
 
     def __repr__(self) -> str:
-        return f"DirectoryStore({str(self.root)!r})"
+        return f"DirectoryStore({redact(self.root)!r})"
 
     @property
     def location(self) -> str:

@@ -21,6 +21,7 @@ from anyio.lowlevel import RunVar
 
 from asel.errors import StoreError
 from asel.kernels.keys import CacheKey
+from asel.redaction import redact
 from asel.runtime.shared_work import Shared
 from asel.stores.document_file import DocumentFile, PendingChange
 from asel.stores.file_claims import file_claim, lock_files, remove_stale_locks
@@ -59,7 +60,7 @@ class DocumentStore(StoreDefaults):
         self._turn: RunVar[anyio.Lock] = RunVar("asel_document_turn")
 
     def __repr__(self) -> str:
-        return f"DocumentStore({str(self.path)!r})"
+        return f"DocumentStore({redact(self.path)!r})"
 
     @property
     def location(self) -> str:

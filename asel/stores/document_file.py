@@ -20,6 +20,7 @@ from typing import NamedTuple
 import filelock
 
 from asel.errors import StoreError
+from asel.redaction import redact
 from asel.stores.document_format import Contents, compose, parse
 from asel.stores.file_ops import FoundFile, NotAFileError, create, held_file, opened, overwrite, require_posix, sizes_in
 from asel.stores.leftovers import trim
@@ -80,7 +81,7 @@ class DocumentFile:
         self._seen = _NOTHING
 
     def __repr__(self) -> str:
-        return f"DocumentFile({str(self.path)!r})"
+        return f"DocumentFile({redact(self.path)!r})"
 
     def read(self) -> Contents:
         """Return what the document holds, read again if the file has changed."""

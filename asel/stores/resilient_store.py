@@ -50,11 +50,13 @@ class ResilientStore(Generic[Cfg]):
         *,
         is_barred: Callable[[CacheKey, Cfg], bool],
         adopt: Callable[[TuneReport[Cfg], Stored[Cfg]], object],
+        on_kept: Callable[[TuneReport[Cfg]], object],
     ) -> None:
         self.timeout_s = timeout_s
         self._store = store
         self._is_barred = is_barred
         self._adopt = adopt
+        self._on_kept = on_kept
         self._events = events
         self._breaker: CircuitBreaker = CircuitBreaker(events, self._wake_server)
         self._limiter = Limiter(_MAX_AT_ONCE)
@@ -256,6 +258,7 @@ class ResilientStore(Generic[Cfg]):
         return True
 
     def _report_kept(self, report: TuneReport[Cfg], stored: Stored[Cfg], start: float) -> None:
+        self._on_kept(report)
         self._events(
             Persisted(
                 key=report.key,

@@ -26,6 +26,7 @@ __all__ = [
     "Limits",
     "Plan",
     "Signal",
+    "check_endpoint",
     "check_resource",
     "destinations",
     "planned",
@@ -242,6 +243,15 @@ def _queue_limits(prefix: Literal["OTEL_BSP", "OTEL_BLRP"]) -> Limits:
         raise _refused(name, setting(name), f"must not be above {prefix}_MAX_QUEUE_SIZE, {size}")
     delay_ms = _number(f"{prefix}_SCHEDULE_DELAY", 5000 if prefix == "OTEL_BSP" else 1000, unit="milliseconds")
     return Limits(size, batch, delay_ms / 1000)
+
+
+def check_endpoint(given: str) -> None:
+    """Check an endpoint that a caller names.
+
+    Raises:
+        InvalidRequestError: it is not a URL.
+    """
+    _split("the endpoint", given)
 
 
 def destinations(signal: Signal, given: str | None) -> list[Destination]:

@@ -96,7 +96,7 @@ def _placed(array: jax.Array, shape: jax.ShapeDtypeStruct, device: Any) -> jax.A
 
 def place_of_shapes(device: Any, settings: Settings | None) -> Any:
     """Return the device for shapes without a sharding; None under a mesh, where JAX decides."""
-    return device if settings is None or settings.mesh is None else None
+    return device if settings is None or not settings.has_mesh else None
 
 
 def random_inputs(

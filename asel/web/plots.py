@@ -75,7 +75,7 @@ def _samples(figure_class: type[Figure], entry: Entry) -> Figure:
         axes.plot([1e3 * s for s in samples], [row] * len(samples), "o", color=colour, alpha=0.35, markersize=4)
         axes.plot([1e3 * one.shown_s], [row], "|", color=colour, markersize=14, markeredgewidth=2.5)
     axes.set_yticks(range(len(shown)), differing_fields([one.cfg for one in shown]), parse_math=False)
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.4, -0.6)  # the fastest on top
     times = [s for one in shown for s in (*one.samples_s, one.shown_s)]
     if min(times) > 0 and max(times) > 10 * min(times):
         axes.set_xscale("log")

@@ -23,6 +23,7 @@ import anyio
 import anyio.lowlevel
 import jax
 import jax.numpy as jnp
+import numpy as np
 import structlog
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
@@ -144,10 +145,13 @@ def asel_hits(quiet: ConfigSelectorChain[Blocks, Any], telling: ConfigSelectorCh
     once = [call(*two_arrays())]
     # Each compiled function gives its results its own sharding objects, which are equal to the others'.
     fresh = [call(*map(make, two_arrays())) for make in (jnp.abs, jnp.cos, jnp.sin, jnp.tan) for _ in range(128)]
+    # `device_put` makes one for each array; more of them than asel remembers.
+    put = [call(*map(jax.device_put, host)) for host in [tuple(map(np.asarray, two_arrays()))] for _ in range(3000)]
     statics = [call(*two_arrays(), causal=True, window=128, layout="bthd", mask=None)]
     return [
         Contender("hit", quiet.choose, once),
         Contender("hit, fresh arrays", quiet.choose, fresh),
+        Contender("hit, arrays of device_put", quiet.choose, put),
         Contender("hit, four static kwargs", quiet.choose, statics),
         Contender("hit, a float kwarg", quiet.choose, [call(*two_arrays(), scale=0.125)]),
         Contender("hit, choose_nowait", quiet.choose_nowait, once),

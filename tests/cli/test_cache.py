@@ -148,11 +148,11 @@ def test_stats_count_records(store):
 
 
 def test_stats_count_what_cannot_be_read(tmp_path):
-    """`ls` names it; looking has not set it aside."""
+    """It is no record; `ls` names it, and looking has not set it aside."""
     store = fill(tmp_path / "cache")
     min((tmp_path / "cache").glob("schema-*/*/*.json")).write_text("{")
     (counted,) = asel("cache", "stats", "--store", store, "--json").json
-    assert (counted["unreadable"], counted["set_aside"]) == (1, 0)
+    assert (counted["records"], counted["unreadable"], counted["set_aside"]) == (1, 1, 0)
 
 
 def test_a_key_of_several_operations_is_named_by_its_call():

@@ -55,6 +55,8 @@ def test_version_names_asel_jax_and_the_device():
         (["cache", "ls", "--store", "/no/such/place"], "check the path"),
         (["cache", "ls", "--store", "nobody"], "asel cache stats"),
         (["cache", "ls", "--store", "http://example"], "redis://"),
+        (["cache", "ls", "--store", "jax://"], "name a directory"),
+        (["cache", "import", __file__, "--store", "jax://"], "name a directory"),
         (["cache", "ls", "--colour"], "No such option: --colour. `asel cache ls --help` shows what it takes"),
         (["cache", "import", "/no/such/file.json"], "does not exist"),
         (["cache", "prune"], "say what to delete"),
@@ -102,6 +104,15 @@ def test_debug_raises_the_error_itself():
     """`--debug` may stand anywhere, and shows where an error came from."""
     with pytest.raises(ValueError, match="check the path"):
         asel("cache", "ls", "--store", "/no/such/place", "--debug")
+
+
+def test_debug_keeps_the_exit_code():
+    """A script that passes `--debug` on is told wrong use from a problem all the same."""
+    command = [sys.executable, "-m", "asel", "cache", "ls", "--store", "/no/such/place", "--debug"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "Traceback" in ran.stderr
+    assert "check the path" in ran.stderr
 
 
 def test_an_error_never_shows_a_password():

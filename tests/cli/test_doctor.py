@@ -138,3 +138,10 @@ def test_each_variable_is_shown_with_its_effect():
     }
     assert "hunter2" not in str(found)
     assert [one.state for one in variables({})] == ["ok"]
+
+
+def test_an_endpoint_that_is_not_a_url_is_wrong_use():
+    """It is refused in one sentence before anything is looked at; it is not a problem of this machine."""
+    ran = asel("doctor", "--otlp", "nonsense")
+    assert (ran.code, ran.out, len(ran.err.splitlines())) == (2, "", 1)
+    assert "http://localhost:4318" in ran.err

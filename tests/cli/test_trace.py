@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
@@ -12,10 +13,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Link, Status, StatusCode
+from rich.console import Console
 from support.command_line import asel
 
 from asel.cli.trace.span_file import SpanFile
 from asel.cli.trace.spans import read_spans
+from asel.cli.trace.waterfall import print_trace, traces_of
 
 _S = 1_000_000_000
 
@@ -63,6 +66,17 @@ def test_a_waterfall_shows_the_tree_with_times(path):
     assert bars == sorted(bars, reverse=True)
     assert root.index("\u2588") < tune.index("\u2588") < winner.index("\u2588") < failed.index("\u2588")
     assert "waits for the tune in" in lines[7]
+
+
+def test_bars_have_the_colours_of_their_outcomes(path):
+    """The winner is green, a failed candidate yellow, an error red; the names say the same without colours."""
+    out = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)
+    [trace] = traces_of(read_spans(path)[0])[:1]
+    print_trace(out, trace)
+    lines = out.file.getvalue().splitlines()
+    colours = {line.split()[1]: re.findall(r"\x1b\[(3\d)m", line)[-1] for line in lines if "asel.candidate" in line}
+    assert colours == {"rows=0": "32", "rows=1": "33"}
+    assert "\x1b[36m" in lines[1]
 
 
 def test_what_is_written_is_otlp(path):

@@ -18,7 +18,7 @@ from support.kernels import scripted as kernels_scripted
 from support.tunable import COSTS
 
 import asel.cli.tune.run as tune_run
-from asel import ConfigCache, ConfigSelectorChain, Invocation, Tuner
+from asel import ConfigCache, ConfigSelectorChain, Invocation, PersistentCache, Tuner
 from asel.cli.tune.targets import target_calls
 from asel.cli.tune.view import _frame
 from asel.serving.import_paths import imported_kernel
@@ -267,3 +267,44 @@ def test_a_kernel_by_import_path_is_the_module_s_own(kernels, monkeypatch):
     (call,) = target_calls("tune_example:square", ["x=f32[8]"]).calls
     assert call.kernel is imported_kernel("tune_example:square")
     assert isinstance(call.inv, Invocation)
+
+
+def test_a_store_is_addressed_as_by_a_persistent_cache(kernels, scripted, monkeypatch):
+    """`--store results` is the directory that PersistentCache("square", "results") means, and reads find it there."""
+    monkeypatch.chdir(kernels.parent)
+    command = ["tune", f"{kernels}:square", "--shapes", "x=f32[8]", "--store"]
+    assert asel(*command, "results").code == 0
+    cache = PersistentCache("square", "results")
+
+    async def configs():
+        return [record.cfg async for record in cache.records()]
+
+    assert anyio.run(configs) == [3]
+    assert [one["cache"] for one in asel("cache", "ls", "--store", "results", "--json").json] == [cache.path]
+
+
+def test_a_name_that_may_mean_two_caches_is_not_guessed(kernels, scripted, monkeypatch):
+    """Reads take it for the operation in the cache directory, PersistentCache(path=...) for a directory here."""
+    monkeypatch.chdir(kernels.parent)
+    command = ["tune", f"{kernels}:square", "--shapes", "x=f32[8]"]
+    assert asel(*command).code == 0
+    ran = asel(*command, "--store", "square")
+    assert ran.code == 2
+    assert "write ./square for a new directory here" in ran.err
+    assert asel(*command, "--store", "./square").code == 0
+    assert asel(*command, "--store", "square").code == 0  # there is only one meaning now: the path
+
+
+def test_a_kernel_and_its_class_in_one_file_are_one_kernel(kernels, script):
+    """The file of the quick start has both; the name may be left out all the same."""
+    script({1: 2e-4, 2: 1e-4})
+    path = kernels.parent / "class_example.py"
+    path.write_text(
+        "from asel import Kernel\n"
+        "class Scale(Kernel):\n    op_id = 'scale'\n    def run(self, x, *, cfg):\n        return x\n"
+        "    def heuristic_cfg(self, inv):\n        return 1\n"
+        "    def candidate_cfgs(self, inv):\n        return [1, 2]\n"
+        "scale = Scale()\n"
+    )
+    assert asel("tune", path, "--shapes", "x=f32[8]", "--json").json[0]["config"] == 2
+    sys.modules.pop("class_example")

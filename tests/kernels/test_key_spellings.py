@@ -89,6 +89,15 @@ def test_an_empty_mesh_counts_as_none() -> None:
         assert settings_key(setting, x) == settings_key(nullcontext(), x)
 
 
+@pytest.mark.filterwarnings("ignore:.with mesh.. context manager:DeprecationWarning")
+def test_the_mesh_of_a_with_block_is_part_of_the_key() -> None:
+    """A kernel's `PartitionSpec`s mean that mesh. Over more than one name it is another program."""
+    x, devices = np.zeros(3, np.float32), np.array(jax.devices()[:1])
+    meshes = [jax.sharding.Mesh(devices, ("x",)), jax.sharding.Mesh(devices.reshape(1, 1), ("x", "y"))]
+    found = [settings_key(setting, x) for setting in (nullcontext(), *meshes)]
+    assert len({key for _, key in found}) == len({token for token, _ in found}) == 3
+
+
 NUMBERS = [np.int32, np.float32, np.float64, np.bool_, np.complex64, jnp.dtype("bfloat16").type]
 
 

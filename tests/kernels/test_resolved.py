@@ -80,6 +80,18 @@ def test_arrays_with_equal_shardings_are_one_call():
     assert kernel.asked == ["heuristic"]
 
 
+def test_arrays_that_were_put_on_a_device_are_recognised_without_comparing_shardings(monkeypatch):
+    """`device_put` makes a sharding for each array, and JAX takes longer to compare two than a hit may take."""
+    memo, kernel = KeyMemo(), _Counting()
+    put = [jax.device_put(np.zeros(2, np.float32), jax.devices()[0]) for _ in range(3)]
+    memo.resolve(Invocation("toy", (put[0],), {}), kernel)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.sharding.SingleDeviceSharding, "__eq__", None)
+        for array in put[1:]:
+            memo.resolve(Invocation("toy", (array,), {}), kernel)
+    assert kernel.asked == ["heuristic"]
+
+
 def test_a_kernel_made_per_call_gets_its_own_candidates():
     """A new kernel at an old one's address never gets the old one's candidates."""
     memo = KeyMemo(max_entries=4)

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from support.kernels import BEST, COSTS, GUESS, Bench, Toy, call
 
-from asel import InvalidRequestError, Tuner
+from asel import InvalidRequestError, Tuner, warm_up
 from asel.testing import ScriptedMeasure
 
 QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
@@ -88,6 +88,7 @@ AWAITED = {
     "retune": lambda chain: chain.retune(call(), Toy()),
     "withdraw": lambda chain: chain.withdraw(call(), Toy(), BEST, ValueError("no")),
     "events": first_event,
+    "a batch": lambda chain: warm_up(chain, [(Toy(), call())]),
 }
 
 

@@ -96,6 +96,20 @@ async def test_executing_keeps_one_kernel_of_those_that_are_equal(jit: bool) -> 
         assert alive(made) == 1
 
 
+@pytest.mark.parametrize("held", [jnp.bfloat16, np.float32, np.dtype("int8"), np.float32(2)], ids=str)
+async def test_kernels_that_hold_a_dtype_or_a_numpy_scalar_share_a_program(held: Any) -> None:
+    """They have an array's attributes, and cannot change."""
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+    async with chain() as selector:
+        execute: Executor[Any, Any] = Executor(selector)
+        for _ in range(3):
+            one = Made(held)
+            made.add(one)
+            await execute(one, X)
+            del one
+        assert alive(made) == 1
+
+
 class Slots:
     """A kernel that cannot be referred to weakly."""
 

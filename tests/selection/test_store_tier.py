@@ -9,9 +9,7 @@ import pytest
 from support.kernels import BEST, COSTS, GUESS, TUNE_S, Bench, Blocks, Toy, call
 from support.store_doubles import DictStore, GetPut
 
-from asel import (
-    InvalidRequestError,
-)
+from asel import AutotunePolicy, InvalidRequestError
 from asel.stores.config_store import Stored
 
 pytestmark = pytest.mark.anyio
@@ -56,6 +54,17 @@ async def test_a_tune_is_stored_unless_told_otherwise():
         await chain.choose(call(), Toy())
     assert [stored.cfg for stored in kept.records.values()] == [BEST]
     assert not unkept.records
+
+
+@pytest.mark.parametrize("exact", ["any", "exact"])
+async def test_what_memory_lost_is_read_from_the_store(exact):
+    """At once, although the store had nothing a moment ago: a tune has stored it since."""
+    bench = Bench(persistent=DictStore(), policy=AutotunePolicy(match_environment=exact))
+    async with bench.chain as chain:
+        assert (await chain.select(call(), Toy())).tier == "autotune"
+        chain.cache.clear()
+        assert (await chain.select(call(), Toy())).tier == "persistent"
+    assert bench.tunes == 1
 
 
 async def test_plain_get_and_put_are_enough_for_a_store():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import signal
@@ -11,10 +12,12 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import anyio
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.gates import until_the_main_thread_waits
 from support.kernels import BEST, GUESS, H100, QUICK, Blocks, Picky, Toy, call, scripted
 from support.paths import TESTS
 
@@ -141,21 +144,33 @@ def test_the_first_trace_of_a_step_has_the_tuned_config():
     assert len(get_invocations(device_fingerprint())["toy@v1"]) == 1
 
 
-def test_ctrl_c_ends_a_wait_and_the_selector_at_once():
-    """A script that is interrupted while a candidate hangs does not wait for it."""
-    _, measure = scripted(QUICK, hangs=[BEST])
+def interrupted_while_it_waits(interrupt):
+    """Return a tuner whose measure calls `interrupt` once the main thread waits for it, and then hangs."""
 
     class Interrupting:
         async def compile(self, trial):
-            if trial.cfg == BEST:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            return await measure.compile(trial)
+            await until_the_main_thread_waits()
+            interrupt()
+            await anyio.sleep_forever()
 
-    with pytest.raises(KeyboardInterrupt), selector(tuner=Tuner(0, 1, measure=Interrupting())) as blocking:
+    return Tuner(0, 1, measure=Interrupting())
+
+
+def test_ctrl_c_ends_a_wait_and_the_selector_at_once():
+    """A script that is interrupted while a candidate hangs does not wait for it."""
+    tuner = interrupted_while_it_waits(lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), selector(tuner=tuner) as blocking:
         blocking.choose(call(), Toy())
     assert blocking.chain.close_grace_s == 0.2  # a thread that has yet to come back gets 5 s otherwise
     with pytest.raises(SelectorClosedError):
         blocking.settled()
+
+
+def test_ctrl_c_just_before_the_wait_begins_is_noticed():
+    """Python does not wake a thread whose signal came just before it blocked, so a wait looks up now and then."""
+    tuner = interrupted_while_it_waits(_thread.interrupt_main)  # which marks a signal as received, and wakes nobody
+    with pytest.raises(KeyboardInterrupt), selector(tuner=tuner) as blocking:
+        blocking.choose(call(), Toy())
 
 
 _INTERRUPTED_SCRIPT = """
@@ -164,10 +179,12 @@ atexit.register(lambda: print(selector.chain.close_grace_s))  # runs after what 
 
 import anyio
 from asel import BlockingSelector, Tuner
+from support.gates import until_the_main_thread_waits
 from support.kernels import Toy, call
 
 class Interrupting:
     async def compile(self, trial):
+        await until_the_main_thread_waits()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         await anyio.sleep_forever()
 
@@ -374,3 +391,14 @@ def test_a_background_tune_begins_when_the_first_answer_has_run_in_its_callers_t
         assert set(pending) == {0}
         for keywords in ({}, {"fails": True}):
             assert selector.select(Invocation("looks", (jnp.ones(4),), keywords), op).tier == "memory"
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_selector_is_asked_within_a_running_trio_loop(backend):
+    """A notebook's cells run in one; trio does not let its tasks call into another trio loop."""
+
+    async def cell():
+        with selector(backend=backend) as blocking:
+            return blocking.choose(call(), Toy())
+
+    assert anyio.run(cell, backend="trio") == BEST

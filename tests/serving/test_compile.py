@@ -94,6 +94,31 @@ def test_a_compiled_kernel_prepares_its_arguments():
     np.testing.assert_array_equal(fn(X, X + 1), (2 * X + 1) * 2 + 1)
 
 
+def test_shapes_are_prepared_by_tracing():
+    """A `prepare` that computes needs no arrays, and returns constants and shapes that it leaves alone as they are."""
+    seen = []
+
+    class Prepared(Affine):
+        def prepare(self, x, y):
+            return (x + y[0], y), {"by": 2}
+
+        def run(self, x, y, *, cfg, by):
+            return x * by + y[1]
+
+        def heuristic_cfg(self, inv):
+            seen.append(inv)
+            return Tile(1)
+
+    shape, execute, op = jax.ShapeDtypeStruct((4,), "float32"), executor(), Prepared()
+    for _ in range(2):  # it was quick the first time
+        fn = anyio.run(execute.compile, op, shape, [X, shape])
+    np.testing.assert_array_equal(fn(X, [X, X]), 5 * X)
+    (x, (first, second)), kwargs = seen[0].args, seen[0].kwargs
+    assert (x.shape, x.dtype, kwargs) == ((4,), np.float32, {"by": 2})
+    assert first is X
+    assert second is shape
+
+
 def test_a_kernel_compiles_under_shard_map():
     """The mesh and its specs are the call's, and are baked in with the config."""
     mesh, spec = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")

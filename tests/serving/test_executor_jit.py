@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from asel import (
     AutotunePolicy,
@@ -47,6 +49,9 @@ SETTINGS = {
     "infinity": lambda: jax.debug_infs(True),
     "mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))),
     "key reuse": lambda: jax.debug_key_reuse(True),
+    "mesh entered": lambda: jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",)),
+    "compute on": lambda: compute_on("device_host"),
+    "metadata": lambda: set_xla_metadata(note="a"),
 }
 
 
@@ -114,6 +119,7 @@ def compiles(listener):
 # Compiled in a thread, and not again on the loop.
 
 
+@pytest.mark.filterwarnings("ignore:.with mesh.. context manager:DeprecationWarning")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_ran_in_a_thread_is_not_traced_again_on_the_loop(real_backend, setting):
     """Each of the caller's settings is to `jit` in a thread what it is on the loop."""

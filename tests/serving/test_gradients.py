@@ -187,15 +187,44 @@ def test_residuals_cotangents_and_gradients_are_pytrees(jit):
     assert of_index.dtype == jax.dtypes.float0
 
 
-def test_a_vjp_that_is_declared_with_the_outputs_gets_them():
+def declared_as_documented(self, residuals, y, dy, *args, cfg, **kwargs):
+    return dy * y, None
+
+
+def declared_with_other_names(self, res, out, dout, *args, cfg, **kwargs):
+    return dout * out, None
+
+
+def declared_by_their_number(self, kept, first, second, a, b, cfg):
+    return second * first, None
+
+
+def declared_as_called(self, residuals, dy, *args, cfg, **kwargs):
+    return dy * args[0] * args[1], None
+
+
+def declared_as_called_by_number(self, kept, first, a, b, scale=1.0, *, cfg):
+    return first * a * b * scale, None
+
+
+VJPS = [
+    declared_as_documented,
+    declared_with_other_names,
+    declared_by_their_number,
+    declared_as_called,
+    declared_as_called_by_number,
+]
+
+
+@pytest.mark.parametrize("declared", VJPS)
+def test_a_vjp_that_is_declared_with_the_outputs_gets_them(declared):
     """ejKernel documents `vjp(residuals, y, dy, ...)` and calls `vjp(residuals, dy, ...)`: either works."""
 
-    class Documented(Scale):
-        def vjp(self, residuals, y, dy, *args, cfg, **kwargs):
-            return dy * y, None
+    class Declared(Scale):
+        vjp = declared
 
     execute = executor()
-    np.testing.assert_allclose(jax.grad(lambda x: execute.nowait(Documented(), x, Y).sum())(X), X * Y)
+    np.testing.assert_allclose(jax.grad(lambda x: execute.nowait(Declared(), x, Y).sum())(X), X * Y)
 
 
 @pytest.mark.parametrize("wrong", [lambda dy: {"x": dy}, lambda dy: (dy,), lambda dy: (dy, dy, dy), lambda dy: None])

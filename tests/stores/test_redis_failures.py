@@ -87,6 +87,17 @@ def test_a_black_hole(real_backend, is_open, caplog):
     assert not caplog.records
 
 
+def test_silence_behind_a_tls_url_is_asked_about_tls(server, real_backend):
+    """A Redis without TLS waits for the rest of what it takes for a long command."""
+
+    async def main() -> None:
+        store = RedisStore(server.url("timeout_s=0.2").replace("redis://", "rediss://"))
+        with pytest.raises(StoreError, match=r"did not answer within 0\.2 s: .* does it speak TLS\?"):
+            await store.get(ADDRESS)
+
+    anyio.run(main, backend=real_backend)
+
+
 def test_a_connection_that_fell_silent_is_given_up(server, real_backend):
     """Nothing may say that a connection is lost; after one late answer the next operation makes another."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
@@ -11,6 +12,7 @@ from support.redis_checks import (
 )
 
 from asel.errors import InvalidRequestError, StoreError
+from asel.stores import open_store
 from asel.stores.redis.store import RedisStore
 
 
@@ -72,6 +74,21 @@ def test_the_location_has_no_secrets(url, location):
     """People read which Redis it is, and nothing else."""
     assert RedisStore(url).location == location
     assert repr(RedisStore(url)) == f"RedisStore({location!r})"
+
+
+@pytest.mark.parametrize("before", [" ", "\n", "'", '"'])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_quoted_or_indented_url_is_not_a_directory(before, kind):
+    """A variable with a quote too many would have a directory made, with the password in its name."""
+    with pytest.raises(InvalidRequestError, match="this URL is not a store") as raised:
+        open_store(kind(f"{before}redis://user:hunter2@host"))
+    assert "hunter2" not in str(raised.value)
+
+
+def test_no_file_store_shows_a_secret_in_its_name():
+    """A path may be a URL that something else has mangled."""
+    for name in ("x redis:/user:hunter2@host", "x redis:/user:hunter2@host/s.json"):
+        assert "hunter2" not in repr(open_store(Path(name)))
 
 
 def test_a_host_that_cannot_be_looked_up(real_backend):

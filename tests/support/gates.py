@@ -1,10 +1,13 @@
-"""Work in a thread that blocks until a test releases it."""
+"""Work in a thread that blocks until a test releases it; and a gate that opens once the main thread waits."""
 
 from __future__ import annotations
 
+import sys
 import threading
+from traceback import walk_stack
 
 import anyio
+import anyio.lowlevel
 
 from asel.runtime.threads import run_in_thread
 
@@ -35,6 +38,16 @@ class Gate:
         self._open.set()  # also if the test failed, so that no thread outlives it
         if self.thread is not None:
             self.thread.join(PATIENCE_S)
+
+
+async def until_the_main_thread_waits() -> None:
+    """Return once the main thread is in the wait of a condition, so that an interrupt strikes nowhere else.
+
+    Elsewhere it may strike in a weak reference's callback, where Python ignores it.
+    """
+    main_thread, waiting = threading.main_thread().ident, threading.Condition.wait.__code__
+    while not any(frame.f_code is waiting for frame, _ in walk_stack(sys._current_frames()[main_thread])):
+        await anyio.lowlevel.checkpoint()
 
 
 async def leave_behind(gate: Gate, left_behind: list, what: str = "waiting", **options) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 
 import anyio
@@ -46,14 +47,25 @@ def default_device():
     return jax.config.jax_default_device
 
 
+def can_constrain() -> bool:
+    """A bare `PartitionSpec` needs the mesh of a `with mesh:` block."""
+    try:
+        jax.make_jaxpr(partial(jax.lax.with_sharding_constraint, shardings=jax.sharding.PartitionSpec("x")))(np.ones(3))
+    except RuntimeError:
+        return False
+    return True
+
+
 SETTINGS = [
     pytest.param(lambda: jax.enable_x64(True), x64, id="x64"),
     pytest.param(lambda: jax.default_matmul_precision("highest"), matmul_precision, id="matmul precision"),
     pytest.param(lambda: jax.default_device(jax.devices()[0]), default_device, id="default device"),
     pytest.param(lambda: jax.set_mesh(MESH), jax.sharding.get_abstract_mesh, id="mesh"),
+    pytest.param(lambda: MESH, can_constrain, id="mesh entered"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.with mesh.. context manager:DeprecationWarning")
 @pytest.mark.parametrize(("entered", "read"), SETTINGS)
 @pytest.mark.parametrize("way", ["chain", "measure", "autotune"])
 def test_the_callers_settings_hold_in_the_thread(way, entered, read, real_backend):

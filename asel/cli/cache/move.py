@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import anyio
 import typer
 
 from asel.cli.cache.record_lookup import DeviceOption, JsonOption, OpOption, wanted
 from asel.cli.errors import FOUND_A_PROBLEM, problem
+from asel.cli.interrupts import run_loop
 from asel.cli.locations import StoreOption, cache_at, new_cache_at
 from asel.redaction import redact
 
@@ -31,13 +31,13 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a cache to one JSON document, to ship with a program or to import elsewhere."""
-    from asel.cli.output import console, print_json
+    from asel.cli.output import console, counted, print_json
 
-    count = anyio.run(_export, cache_at(store), document, wanted(op, device))
+    count = run_loop(_export, cache_at(store), document, wanted(op, device))
     if as_json:
         print_json({"document": document, "records": count})
     else:
-        console().print(f"{count:,} records in {document}")
+        console().print(f"{counted(count, 'record')} in {document}")
 
 
 async def _export(cache: PersistentCache[Any], document: Path, is_wanted: Callable[[Record], bool]) -> int:
@@ -53,13 +53,13 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Add the records of a document to a cache; records that are there already stay as they are."""
-    from asel.cli.output import console, print_json
+    from asel.cli.output import console, counted, print_json
 
-    done = anyio.run(_import, new_cache_at(store), document)
+    done = run_loop(_import, new_cache_at(store), document)
     if as_json:
         print_json({"imported": done.imported, "skipped": len(done.skipped), "mismatched": list(done.mismatched)})
     else:
-        console().print(f"{done.imported:,} records imported, {len(done.skipped):,} were there already")
+        console().print(f"{counted(done.imported, 'record')} imported, {len(done.skipped):,} already there")
         for where, reason in done.mismatched:
             problem(f"{redact(where)}: {redact(reason)}")
     if done.mismatched:

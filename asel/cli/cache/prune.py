@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
-import anyio
 import typer
 
 from asel.cli.cache.record_lookup import DeviceOption, JsonOption, OpOption, age, entries_of, wanted
+from asel.cli.interrupts import run_loop
 from asel.cli.locations import StoreOption, cache_at
 from asel.errors import InvalidRequestError
 
@@ -40,7 +40,7 @@ def prune(
     as_json: JsonOption = False,
 ) -> None:
     """Delete the records that meet all conditions, after showing them and asking."""
-    from asel.cli.output import console, print_json
+    from asel.cli.output import console, counted, print_json
 
     if not any((older_than, not_jax, op, device)):
         raise InvalidRequestError("say what to delete: --older-than, --not-jax, --op, --device, or several of them")
@@ -48,12 +48,12 @@ def prune(
         raise InvalidRequestError("--json cannot ask: add --yes to delete, or --dry-run to look")
     cache = cache_at(store)
     is_meant = _condition(None if older_than is None else seconds_in(older_than), not_jax, wanted(op, device))
-    entries, _ = anyio.run(entries_of, cache, is_meant)
+    entries, _ = run_loop(entries_of, cache, is_meant)
     # Exactly those that are shown: others may come to meet the conditions meanwhile.
     agreed = {one.record.address for one in entries}
 
     def delete() -> int:
-        return anyio.run(_delete, cache, lambda record: record.address in agreed and is_meant(record))
+        return run_loop(_delete, cache, lambda record: record.address in agreed and is_meant(record))
 
     if as_json:
         keys = [{"key": one.record.key.call_key, "op": one.op, "created": one.record.created} for one in entries]
@@ -64,7 +64,7 @@ def prune(
         out.print(f"nothing to delete in {cache.path}")
         return
     _show(out, entries)
-    records = f"{len(entries):,} {'record' if len(entries) == 1 else 'records'}"
+    records = counted(len(entries), "record")
     if dry_run:
         out.print(f"{records} would be deleted from {cache.path}")
     elif yes or typer.confirm(f"Delete {records} from {cache.path}?"):

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
-import anyio
 import typer
 
+from asel.cli.interrupts import run_loop
 from asel.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def read_entries(
     """Return the records of the caches at a location, by operation and call, and those that could not be read."""
     from asel.cli.locations import caches_at
 
-    return anyio.run(all_entries, caches_at(location), wanted(op, device))
+    return run_loop(all_entries, caches_at(location), wanted(op, device))
 
 
 def wanted(op: str | None, device: str | None) -> Callable[[Record], bool]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from asel.cli.cache.record_lookup import JsonOption
+from asel.cli.interrupts import run_loop
 from asel.cli.locations import StoreOption, caches_at
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def stats(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """Count the records of a cache, its unreadable and half-written files, and its locks."""
     from asel.cli.output import console, print_json, print_table
 
-    found = anyio.run(_stats_of, caches_at(store))
+    found = run_loop(_stats_of, caches_at(store))
     if as_json:
         print_json([{"cache": path, **dataclasses.asdict(counted), "unreadable": bad} for path, counted, bad in found])
         return
@@ -39,10 +38,12 @@ async def _stats_of(caches: list[PersistentCache[Any]]) -> list[tuple[str, Store
     found = []
     for cache in caches:
         rejected: list[Rejected] = []
+        good = 0
         async with cache, cache.rejections_to(rejected.append):
             async for _ in cache.records():
-                pass
-            found.append((cache.path, await cache.stats(), len(rejected)))
+                good += 1
+            counted = dataclasses.replace(await cache.stats(), records=good)  # a directory counts files by their names
+            found.append((cache.path, counted, len(rejected)))
     return found
 
 

@@ -12,6 +12,7 @@ import typer
 
 from asel.cli.cache.record_lookup import JsonOption, OpOption, read_entries
 from asel.cli.errors import FOUND_A_PROBLEM, INTERRUPTED
+from asel.cli.interrupts import run_loop
 from asel.cli.locations import StoreOption
 from asel.errors import AselError, InvalidRequestError
 from asel.redaction import redact
@@ -137,8 +138,6 @@ def _call_of(entry: Entry, kernels: Sequence[Any], keys: Any, here: str) -> Call
 
 def _measured(chosen: Sequence[tuple[Entry, Call]], budget_s: float) -> tuple[list[Verdict], bool]:
     """Tune the calls again, into a temporary store; tell also whether Ctrl-C ended that early."""
-    import anyio
-
     from asel.cli.output import console
     from asel.cli.tune.run import Job, Options, tune_all
     from asel.cli.tune.view import progress
@@ -150,7 +149,7 @@ def _measured(chosen: Sequence[tuple[Entry, Call]], budget_s: float) -> tuple[li
         for entry, call in chosen:
             job = Job((call,), Options(scratch, budget_s))
             with progress(job, console(stderr=True)):
-                anyio.run(tune_all, job)
+                run_loop(tune_all, job)
             if job.interrupted:
                 left = chosen[len(verdicts) :]
                 return verdicts + [Verdict(one, "unknown", "it was interrupted") for one, _ in left], True

@@ -53,7 +53,10 @@ def reasons(entry: Entry) -> list[str]:
         )
     early = sum(one.eliminated is not None for one in measured)
     if early:
-        said.append(f"{early} of {len(measured)} measured candidates were clearly slower and dropped out early.")
+        said.append(
+            f"{early} of {len(measured)} measured candidates {'was' if early == 1 else 'were'} clearly slower "
+            "and dropped out early."
+        )
     said += [f"{config_words(one.cfg)} failed in {one.stage}: {one.error_type}: {one.message}" for one in entry.failed]
     said += [f"{config_words(one.cfg)} was skipped: {one.reason}." for one in entry.skipped]
     said.append(f"The tune took {in_words(entry.record.seconds)} on {entry.device} with {entry.software}.")

@@ -52,9 +52,8 @@ def _new_folder(folder: Path | None) -> Path:
 
 def run(out: Console, backend: str, otlp: str | None, folder: Path) -> None:
     """Run the demo and print its summary."""
-    import anyio
-
     from asel.cli.demo import story
+    from asel.cli.interrupts import run_loop
     from asel.telemetry import default_sinks
 
     cache, trace_file = folder / "cache", folder / "trace.jsonl"
@@ -62,12 +61,12 @@ def run(out: Console, backend: str, otlp: str | None, folder: Path) -> None:
         with _sent_to(out, otlp):
             demo = story.Demo(cache, default_sinks())
             with _shown(demo, out):
-                anyio.run(story.tell, demo, backend=backend)
+                run_loop(story.tell, demo, backend=backend)
     else:
         with spans_in(trace_file) as (tracer, sinks):
             demo = story.Demo(cache, sinks, tracer)
             with _shown(demo, out):
-                anyio.run(story.tell, demo, backend=backend)
+                run_loop(story.tell, demo, backend=backend)
     summarize(out, demo, folder / "report.html", None if otlp is not None else trace_file, otlp)
 
 

@@ -80,7 +80,7 @@ async def tell(demo: Demo) -> None:
         await _crowd(demo, service, cold)
         with policy_override(selector, cache_miss_fallback="background"):
             await _beside_traffic(demo, service, cold, new)
-    demo.step("second start: memory is empty, the store is warm")
+    demo.step("second start, as after a restart: memory begins with what the store has")
     async with demo.start() as selector:
         await _second_start(demo, Service(selector, demo.scene), [*cold, new])
 

@@ -28,11 +28,14 @@ def doctor(
     """Check this machine, and give advice for each problem; exit with 1 if there is one."""
     from asel.cli.locations import caches_at
     from asel.cli.output import console, print_item, print_json
+    from asel.telemetry.environment import check_endpoint
 
     findings = []
     out = console()
-    if store is not None:
-        caches_at(store)  # a wrong one is refused before anything is looked at
+    if store is not None:  # what is wrong on the command line is refused before anything is looked at
+        caches_at(store)
+    if otlp is not None:
+        check_endpoint(otlp)
     for finding in _examined(store, otlp):
         findings.append(finding)
         if not as_json:

@@ -69,7 +69,7 @@ def timer_noise() -> Iterator[Finding]:
         spread, seconds = spread_of_equals(_work())
     except Exception as error:
         text = f"no program could be timed: {type(error).__name__}: {redact(error)}"
-        yield problem("timer noise", text, "see `devices` above")
+        yield problem("timer noise", text, "see `devices` above, and `environment` below")
         return
     text = f"{_EQUALS} equal programs of {seconds * 1e6:.0f} us seem up to {spread:.1%} apart"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from asel.cli.cache.stats import size_words
 from asel.cli.doctor.findings import Finding, note, ok, problem
+from asel.cli.interrupts import run_loop
+from asel.cli.output import counted
 from asel.errors import AselError
 from asel.redaction import redact
 
@@ -78,24 +78,24 @@ def _place(path: Path) -> Iterator[Finding]:
 def _contents(cache: PersistentCache[Any], topic: str) -> Iterator[Finding]:
     began = time.perf_counter()
     try:
-        counted, records, rejected = anyio.run(_read, cache)
+        stats, records, rejected = run_loop(_read, cache)
     except (AselError, OSError) as error:
         fix = "start the server, or correct the URL" if topic == "redis" else "repair the file system, or use another"
         yield problem(topic, redact(error), fix)
         return
     taken = f", read in {time.perf_counter() - began:.2g} s" if topic == "redis" else ""
-    yield ok(topic, f"{cache.path}: {records:,} good records{taken}")
+    yield ok(topic, f"{cache.path}: {counted(records, 'good record')}{taken}")
     for bad in rejected[:_MAX_NAMED]:
         fix = "delete it, or leave it: asel sets it aside when it next wants it, and tunes again"
         yield problem(topic, f"a bad record: {redact(bad.where)}: {redact(bad.reason)}", fix)
     if len(rejected) > _MAX_NAMED:
         yield problem(topic, f"and {len(rejected) - _MAX_NAMED:,} more bad records", "`asel cache ls` names them all")
-    if counted.set_aside:
+    if stats.set_aside:
         folder = Path(cache.path, "set-aside")
         advice = f"look at {folder}; they can be deleted" if folder.is_dir() else "they can be deleted"
-        yield note(topic, f"{counted.set_aside} bad files were set aside earlier", advice)
-    if counted.other_schemas:
-        yield note(topic, f"{counted.other_schemas} records belong to other versions of asel, and are left alone")
+        yield note(topic, f"set aside earlier: {counted(stats.set_aside, 'bad file')}", advice)
+    if stats.other_schemas:
+        yield note(topic, f"left alone: {counted(stats.other_schemas, 'record')} of other versions of asel")
 
 
 async def _read(cache: PersistentCache[Any]) -> tuple[StoreStats, int, list[Rejected]]:

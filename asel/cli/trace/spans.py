@@ -57,7 +57,7 @@ def read_spans(path: Path) -> tuple[list[Span], list[BadLine]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise InvalidRequestError(f"cannot read {path}: {redact(error.strerror or error)}") from error
+        raise InvalidRequestError(f"cannot read {path}: {redact(error.strerror or error)}; check the path") from error
     spans: dict[tuple[str, str], Span] = {}
     bad: list[BadLine] = []
     for number, line in _documents(text):

@@ -131,5 +131,13 @@ def print_trace(out: Console, trace: Trace) -> None:
         drawn = bar(1.0, min(max(1, round(share * bar_room)), bar_room - at), out)
         shown = text if len(text) <= room else f"{text[: room - 3]}..."
         line = Text.assemble(f"{shown:<{room}} ", (f"{in_words(span.seconds):>{_DURATION}} ", "bold"), " " * at)
-        line.append(drawn, "red" if span.failed else "green" if span.attributes.get("asel.winner") else "cyan")
+        line.append(drawn, _colour(span))
         out.print(line, soft_wrap=True)
+
+
+def _colour(span: Span) -> str:
+    if span.failed:
+        return "red"
+    if span.attributes.get("asel.failed"):  # data, and no error of the tune
+        return "yellow"
+    return "green" if span.attributes.get("asel.winner") else "cyan"

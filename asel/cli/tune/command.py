@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from asel.cli.errors import FOUND_A_PROBLEM, INTERRUPTED, problem
+from asel.cli.interrupts import run_loop, say_when_stopped
 from asel.errors import InvalidRequestError
+from asel.redaction import redact
 
 if TYPE_CHECKING:
     from asel.cli.tune.run import Job, Options
@@ -37,8 +40,8 @@ def tune(
             "--store",
             "-s",
             envvar="ASEL_STORE",
-            help="A directory, *.json document or redis:// URL for the results; a plain name is made in the cache "
-            "directory. Commands with one store share work.",
+            help="A directory, a *.json document or a redis:// URL for the results. Commands with one store "
+            "share work.",
             show_default="the operation's own, in the cache directory",
         ),
     ] = None,
@@ -82,19 +85,24 @@ def tune(
         "backward": backward,
         "check": check,
     }
+    say_when_stopped(f"stopped. To go on: {_this_command()}")
     job = _job(target, shapes or [], given, again)
     _run(job, as_json)
     done = sum(row.item.outcome in ("tuned", "known") for row in job.rows)
     if job.interrupted:
-        command = shlex.join(["asel", *(part for part in sys.argv[1:] if part != "--again")])
         stored = ", and it is stored" if done else ""
-        problem(f"stopped: {done} of {len(job.calls)} calls have their config{stored}. To go on: {command}")
+        problem(f"stopped: {done} of {len(job.calls)} calls have their config{stored}. To go on: {_this_command()}")
         raise typer.Exit(INTERRUPTED)
     if job.unsaved:
         why = f": {job.outages.messages[-1]}" if job.outages.messages else ""
         problem(f"{len(job.unsaved)} of the configs could not be stored in {job.unsaved[0].store}{why}")
     if done < len(job.calls) or job.unsaved:
         raise typer.Exit(FOUND_A_PROBLEM)
+
+
+def _this_command() -> str:
+    """Return the command that goes on with this one, without the password of a store."""
+    return redact(shlex.join(["asel", *(part for part in sys.argv[1:] if part != "--again")]))
 
 
 def _job(target: str, shapes: list[str], given: dict[str, Any], again: bool) -> Job:
@@ -110,6 +118,8 @@ def _job(target: str, shapes: list[str], given: dict[str, Any], again: bool) -> 
     )
     for op in {call.kernel.op_id for call in found.calls} if options.store is None else {""}:
         _refuse_unwritable(cache_to_fill(options.store, op).path)  # before anything is tuned
+    if options.store is not None and "://" not in options.store:
+        options = replace(options, store=str(Path(options.store).expanduser().absolute()))
     return Job(found.calls, options)
 
 
@@ -151,8 +161,6 @@ def _options(chosen: dict[str, Any], again: bool) -> Options:
 
 
 def _run(job: Job, as_json: bool) -> None:
-    import anyio
-
     from asel.cli.device import started_device
     from asel.cli.output import console, print_json
     from asel.cli.tune.run import tune_all
@@ -160,7 +168,7 @@ def _run(job: Job, as_json: bool) -> None:
 
     started_device()
     with progress(job, console(stderr=as_json)):
-        anyio.run(tune_all, job)
+        run_loop(tune_all, job)
     if as_json:
         print_json(facts(job))
     else:

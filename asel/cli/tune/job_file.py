@@ -43,7 +43,7 @@ def read_job_file(path: Path) -> Target:
     try:
         facts = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidRequestError(f"cannot read {path}: {redact(error.strerror or error)}") from error
+        raise InvalidRequestError(f"cannot read {path}: {redact(error.strerror or error)}; check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"{path} is not TOML: {redact(error)}") from error
     tunes = facts.pop("tune", None)

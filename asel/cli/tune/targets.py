@@ -119,7 +119,9 @@ def _import(module: str) -> Any:
 
 def _kernel_in(module: str, name: str, target: str) -> Any:
     loaded = _import(module)
-    names = [known for known, value in vars(loaded).items() if _is_kernel(value, module)]
+    found = {known: value for known, value in vars(loaded).items() if _is_kernel(value, module)}
+    made = {type(value) for value in found.values()}
+    names = [known for known, value in found.items() if value not in made]  # a kernel's class is not another kernel
     if not name:
         if len(names) != 1:
             listed = ", ".join(names) or "none"

@@ -160,7 +160,8 @@ class Link:
 
     @property
     def _late(self) -> str:
-        return f"did not answer within {self.timeout_s:g} s: is it up, and near?"
+        question = "is it up, and near?" if self.target.tls is None else "is it up, near, and does it speak TLS?"
+        return f"did not answer within {self.timeout_s:g} s: {question}"
 
     def failure(self, trouble: str) -> StoreError:
         return StoreError(f"Redis at {self.target.location} {trouble}", location=self.target.location)

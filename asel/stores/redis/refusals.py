@@ -58,7 +58,7 @@ def explain(error: Exception, target: Target, *, is_greeting: bool = False) -> s
     if "DB index is out of range" in said:
         return f"has no database {target.db}: give a lower one after the host in the URL"
     if isinstance(error, OSError):
-        return f"cannot be reached: {said}"
+        return f"cannot be reached ({said}): start it, or correct the URL"
     if is_greeting and _is_loss(error):
         return (
             "closed the connection during the greeting: it may be restarting, have no room for more clients"

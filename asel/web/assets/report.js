@@ -169,6 +169,9 @@
   function against(key) {
     if (key.heuristic === null) return null;
     if (key.speedup === null) return `${key.heuristic} was not measured`;
+    if (key.measured.some((one) => one.winner && one.heuristic)) {
+      return `it is the heuristic's own: nothing was faster by more than the noise of ${percent(key.noise)}`;
+    }
     return `${percent(key.margin)} less time than ${key.heuristic} (${factor(key.speedup)}), noise ${percent(key.noise)}`;
   }
 
@@ -188,7 +191,7 @@
         element("td", { class: "number" }, best ? factor(one.ranked_s / best) : "–"),
         element("td", { class: "number" }, String(one.sample_count)),
         element("td", { class: "number" }, duration(one.compile_s)),
-        element("td", {}, one.notes.join(", ")),
+        element("td", { class: "notes" }, one.notes.join(", ")),
       ),
     );
     return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
