@@ -100,7 +100,7 @@ class _PublicMeshSetting:
 
 
 def _entered_meshes_setting() -> Any:
-    """Return an object whose `value` are the meshes of the `with mesh:` blocks around a call, the innermost last."""
+    """Return an object whose `value` has the meshes of the open `with mesh:` blocks, the innermost last."""
     setting = getattr(sys.modules.get("jax._src.config"), "mesh_context_manager", None)
     return setting if hasattr(setting, "value") else _NO_MESHES
 

@@ -34,7 +34,7 @@ def differentiable(
 
     `forward(*args, cfg=cfg)` returns the outputs and any residuals. `backward(residuals, dy, *args, cfg=cfg)`
     returns a gradient for each positional argument: a pytree like the argument, in which None means zero. It also gets
-    the outputs if it is declared as `vjp(residuals, y, dy, ...)`, by whatever names. Further gradients belong to the
+    the outputs if it is declared as `vjp(residuals, y, dy, ...)`, under any names. Further gradients belong to the
     next parameters of `run`, for arguments passed by keyword; the gradient of any other keyword argument is zero.
     """
     import jax

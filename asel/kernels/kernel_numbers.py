@@ -71,7 +71,7 @@ kernel_numbers = _KernelNumbers()
 
 
 def _is_array(value: Any) -> bool:
-    """Tell whether a value is an array, and not a dtype or a NumPy scalar, which have one's attributes."""
+    """Return whether a value is an array. Dtypes and NumPy scalars have the attributes of arrays, but are not."""
     if isinstance(value, type) or not has_attribute(value, "dtype"):
         return False
     import numpy as np

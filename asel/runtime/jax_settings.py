@@ -30,11 +30,11 @@ class Settings(NamedTuple):
     others: tuple[tuple[str, Any], ...] = ()
     """All other settings, by the name of the context manager in `jax` that sets them."""
     blocks: tuple[tuple[str, Any], ...] = ()
-    """The blocks that the caller's thread is in, such as `with mesh:`, by JAX's name."""
+    """The open blocks of the caller's thread, such as `with mesh:`, by JAX's name for their setting."""
 
     @property
     def has_mesh(self) -> bool:
-        """Whether a mesh is in force, set or entered."""
+        """Whether there is a mesh, by `jax.set_mesh` or `with mesh:`."""
         return self.mesh is not None or any(name == _MESH_BLOCK for name, _ in self.blocks)
 
 
@@ -163,7 +163,7 @@ def settings_held(settings: Settings | None) -> Iterator[None]:
                 mesh.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             here = _current_blocks()
             for block in settings.blocks:
-                if block not in here:  # entered twice, `jit` would trace again
+                if block not in here:  # `jit` would trace again inside a block entered twice
                     _enter_block(*block, stack)
         yield
 

@@ -91,7 +91,7 @@ def test_an_empty_mesh_counts_as_none() -> None:
 
 @pytest.mark.filterwarnings("ignore:.with mesh.. context manager:DeprecationWarning")
 def test_the_mesh_of_a_with_block_is_part_of_the_key() -> None:
-    """A kernel's `PartitionSpec`s mean that mesh. Over more than one name it is another program."""
+    """A kernel's bare `PartitionSpec`s refer to that mesh, so other axis names make another program."""
     x, devices = np.zeros(3, np.float32), np.array(jax.devices()[:1])
     meshes = [jax.sharding.Mesh(devices, ("x",)), jax.sharding.Mesh(devices.reshape(1, 1), ("x", "y"))]
     found = [settings_key(setting, x) for setting in (nullcontext(), *meshes)]

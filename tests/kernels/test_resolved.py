@@ -80,8 +80,8 @@ def test_arrays_with_equal_shardings_are_one_call():
     assert kernel.asked == ["heuristic"]
 
 
-def test_arrays_that_were_put_on_a_device_are_recognised_without_comparing_shardings(monkeypatch):
-    """`device_put` makes a sharding for each array, and JAX takes longer to compare two than a hit may take."""
+def test_arrays_of_device_put_are_recognised_without_comparing_shardings(monkeypatch):
+    """`device_put` makes a sharding for each array, and JAX needs more time to compare two than a hit may take."""
     memo, kernel = KeyMemo(), _Counting()
     put = [jax.device_put(np.zeros(2, np.float32), jax.devices()[0]) for _ in range(3)]
     memo.resolve(Invocation("toy", (put[0],), {}), kernel)

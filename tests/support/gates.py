@@ -41,9 +41,9 @@ class Gate:
 
 
 async def until_the_main_thread_waits() -> None:
-    """Return once the main thread is in the wait of a condition, so that an interrupt strikes nowhere else.
+    """Return once the main thread is in the wait of a condition, so that an interrupt arrives there.
 
-    Elsewhere it may strike in a weak reference's callback, where Python ignores it.
+    Elsewhere it may arrive in a weak reference's callback, where Python ignores it.
     """
     main_thread, waiting = threading.main_thread().ident, threading.Condition.wait.__code__
     while not any(frame.f_code is waiting for frame, _ in walk_stack(sys._current_frames()[main_thread])):
