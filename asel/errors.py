@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree:
+"""The errors, as a tree:
 
     AselError
     |- InvalidRequestError (ValueError)
@@ -11,7 +11,7 @@
     UntunedWarning (UserWarning)
 
 Every message says what happened, to what, and the next step; the attributes hold the same facts.
-All of them copy and pickle, because each waiter of a shared tune raises a copy of its own.
+All of them copy and pickle, because each waiter of a shared tune raises its own copy.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = [
 
 
 class AselError(Exception):
-    """The root of everything asel raises on its own account. No message has the secret of a URL in it."""
+    """The base class of all errors that asel raises. No message contains the secrets of a URL."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redact(arg) if isinstance(arg, (str, BaseException)) else arg for arg in args))
 
 
 class InvalidRequestError(AselError, ValueError):
-    """A request could not be understood; nothing was changed."""
+    """A request is invalid; nothing was changed."""
 
 
 class UnstableKeyError(InvalidRequestError):
-    """An argument has no identity that another process would agree on."""
+    """An argument has no identity that other processes could recognise."""
 
     def __init__(self, message: str, *, argument: str = "") -> None:
         super().__init__(message)
@@ -66,9 +66,9 @@ class NoConfigError(AselError, RuntimeError):
 
 
 class TuningError(AselError, RuntimeError):
-    """A tune ended without a single usable measurement.
+    """A tune ended without a usable measurement.
 
-    Its cause is an ExceptionGroup of what the candidates raised, if they raised anything.
+    Its cause is an ExceptionGroup of the candidates' errors, if there are any.
     """
 
     def __init__(self, message: str, *, key: CacheKey | None = None, outcomes: Sequence[Outcome[Any]] = ()) -> None:
@@ -86,8 +86,8 @@ class StoreError(AselError, OSError):
 
 
 class SelectorClosedError(AselError, RuntimeError):
-    """The chain was closed before there was an answer."""
+    """The selector closed before there was an answer."""
 
 
 class UntunedWarning(UserWarning):
-    """A key that could be tuned is not, and its calls get the heuristic. Given once for each chain and key."""
+    """A key that could be tuned is not, and its calls get the heuristic. Issued once for each selector and key."""

@@ -1,4 +1,4 @@
-"""Removing the secrets of URLs from text that people and logs see."""
+"""Removes the secrets of URLs from text in messages and logs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 __all__ = ["SecretFilter", "redact"]
 
 _HIDDEN = "***"
-# What cannot be part of a URL. Each token is looked at once, so that the time is linear in the length of the text.
+# Text without characters that cannot be part of a URL. Each token is inspected once, in linear time.
 _TOKEN = re.compile(r"[^\s\"<>]+")
 _DELIMITER = re.compile(r"([?&;#])")
 _IN_QUERY = re.compile(r"([?&;#,])")
 _WORD = re.compile(r"[^a-z0-9]+")
-# Names of parameters: words that say it alone, and parts of longer ones (`accessToken`, `client_secret`).
+# Names of secret parameters: whole words, and parts of longer names (`accessToken`, `client_secret`).
 _SECRET_WORDS = frozenset(
     {"auth", "authorization", "bearer", "code", "jwt", "key", "pass", "pw", "pwd", "session", "sessionid", "sid", "sig"}
 )
@@ -27,7 +27,7 @@ _MAX_INNER_ERRORS = 3
 def redact(text: object) -> str:
     """Return the text with the user, the password and any token-like query value of each URL replaced by `***`.
 
-    Of an `ExceptionGroup` the first inner errors are part of the text: its own text only has their number.
+    The text of an `ExceptionGroup` includes its first inner errors: its own message only has their number.
     """
     if isinstance(text, BaseExceptionGroup):
         return _group_text(text)
@@ -63,7 +63,7 @@ def _without_user_info(token: str) -> str:
     end, colon = token.rfind("@"), token.find(":/")
     while 0 <= colon < end:
         if not _is_path(token[max(0, colon - 5) : colon]):
-            # One slash or three: pathlib joins two into one, and people mistype.
+            # One slash or three: pathlib joins two slashes into one, and people mistype.
             start = colon + 1
             while start < colon + 4 and token[start] == "/":
                 start += 1
@@ -73,7 +73,7 @@ def _without_user_info(token: str) -> str:
 
 
 def _is_path(before: str) -> bool:
-    """Tell from what is before the colon: a single letter is a drive, and the path of a file has no user."""
+    """Return whether a path follows the colon: after `file`, or after a single letter, which is a drive."""
     scheme = _WORD.split(before.lower())[-1]
     return len(scheme) < 2 or scheme == "file"
 
@@ -95,7 +95,7 @@ def _without_parameters(token: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    name = name[-64:].lower()  # longer ones are not names of parameters
+    name = name[-64:].lower()  # longer text is not a parameter's name
     if any(part in name for part in _SECRET_PARTS):
         return True
     return any(word in _SECRET_WORDS or word.endswith(_SECRET_ENDS) for word in _WORD.split(name))
@@ -107,13 +107,13 @@ class SecretFilter(logging.Filter):
     def __init__(self, secrets: Iterable[str]) -> None:
         super().__init__()
         # Longest first, since one may contain another. Very short ones would match parts of ordinary words.
-        known = sorted((secret for secret in set(secrets) if len(secret) > 3), key=len, reverse=True)
-        self._secrets = re.compile("|".join(map(re.escape, known)), re.IGNORECASE) if known else None
+        ordered = sorted((secret for secret in set(secrets) if len(secret) > 3), key=len, reverse=True)
+        self._secrets = re.compile("|".join(map(re.escape, ordered)), re.IGNORECASE) if ordered else None
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             message = record.getMessage()
-        except Exception:  # the caller's format string does not fit, which is not for a filter to raise
+        except Exception:  # a format string that does not fit must not raise here
             message = f"{record.msg} {record.args}"
         record.msg, record.args = self._clean(message), None
         if record.exc_info:

@@ -1,9 +1,8 @@
 """For tests of code that selects through asel: virtual time, scripted measures, fake devices.
 
-In virtual time a test that waits an hour takes no time at all: whenever every task is asleep, the
-clock jumps to the moment the next one wakes. It moves only by such jumps, so what a test measures
-with `anyio.current_time()` is exact. The clock knows nothing of threads and would jump while one
-works: use a `ScriptedMeasure` in the place of real compiling and timing.
+In virtual time, a test that waits an hour takes no time: whenever every task is asleep, the clock jumps to the time at
+which the next one wakes. It moves only by such jumps, so durations by `anyio.current_time()` are exact. The clock would
+also jump while a thread works, so use a `ScriptedMeasure` instead of real compiling and timing.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ Backend = Literal["asyncio", "trio"]
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Where a real selector would sleep, this one moves its clock forward."""
+    """A selector that moves its clock forward instead of sleeping."""
 
     now: float = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:  # no task is asleep: only another thread can bring news
+        if timeout is None:  # no task is asleep: only another thread can wake the loop
             return super().select(None)
         ready = super().select(0)
         if not ready and timeout > 0:
@@ -84,7 +83,7 @@ def virtual_backend(name: Backend) -> tuple[str, dict[str, Any]]:
 
 
 def run_in_virtual_time(fn: Callable[..., Awaitable[T]], *args: Any, backend: Backend = "asyncio") -> T:
-    """Run an async function to its end in virtual time, outside any test framework."""
+    """Run an async function in virtual time, without a test framework."""
     name, options = virtual_backend(backend)
     return anyio.run(fn, *args, backend=name, backend_options=options)
 
@@ -95,9 +94,9 @@ Script = Mapping[Any, T] | Callable[[Any], T]
 class ScriptedMeasure(BaseMeasure):
     """A `Measure` that follows a script and never touches a device: `Tuner(measure=ScriptedMeasure(...))`.
 
-    `costs` and `compile_s` say how many seconds a config takes: one number for all, a mapping, or a
-    function of the config. `compile_errors` and `run_errors` say which configs raise what, and
-    `hangs` which never come back. What was asked for is in `compiled` and `sampled`, in order.
+    `costs` and `compile_s` are the seconds of each config: one number for all, a mapping, or a function of the config.
+    `compile_errors` and `run_errors` are the errors of configs that raise, and `hangs` has the configs that never
+    return. `compiled` and `sampled` record the requests, in order.
     """
 
     def __init__(
@@ -139,11 +138,11 @@ class ScriptedMeasure(BaseMeasure):
 
 
 class ReplayMeasure(BaseMeasure):
-    """A `Measure` that hands out recorded samples: strategies are compared with no device.
+    """A `Measure` that replays recorded samples, to compare strategies without a device.
 
-    `timings` has the samples of each config, or is a `TuneReport`. Those of a config come in their order, over
-    and over, from a round on that `seed` picks for all: what slowed a round slows all of its samples again.
-    Nothing is waited for; `sampled` and `simulated_s` are what a strategy would have cost.
+    `timings` has the samples of each config, or is a `TuneReport`. The samples of a config are repeated in order,
+    starting with a round that `seed` picks for all configs, so that a slow round stays a slow round. Nothing waits;
+    `sampled` and `simulated_s` are the cost that a strategy would have had.
     """
 
     def __init__(self, timings: Mapping[Any, Sequence[float]] | TuneReport[Any], seed: int = 0) -> None:
@@ -180,7 +179,7 @@ def _scripted(script: Any, cfg: Any) -> Any:
 
 
 class RecordingSink(BaseSink):
-    """A sink that keeps every event, before the call that caused it returns, however busy the machine is."""
+    """A sink that has recorded every event by the time the call that caused it returns."""
 
     on_loop = True
 
@@ -201,7 +200,7 @@ class RecordingSink(BaseSink):
 
 @dataclass(frozen=True, slots=True)
 class FakeDevice:
-    """Hardware this machine does not have: a call whose arguments live on it is keyed and tuned for it."""
+    """A device that this machine does not have. Calls with arguments on it are keyed and tuned for it."""
 
     device_kind: str
     platform: str = "gpu"
@@ -213,7 +212,7 @@ class FakeDevice:
         return SimpleNamespace(platform_version=self.platform_version)
 
     def array(self, shape: tuple[int, ...], dtype: str = "float32") -> FakeArray:
-        """Return an argument that lives on this device."""
+        """Return an argument on this device."""
         return FakeArray(shape, dtype, self)
 
 
