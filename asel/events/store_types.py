@@ -36,7 +36,7 @@ class StoreRead(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRejected(Event):
-    """The store has no valid record at this key, but something else. It counts as a miss."""
+    """The store holds a value that is not a valid record for this key. It counts as a miss."""
 
     name: ClassVar[str] = "record_rejected"
     severity: ClassVar[Severity] = "warning"

@@ -51,8 +51,8 @@ class Kernel(Generic[Cfg, Out]):
 
     Raise `version` when the implementation changes: configs tuned for an earlier version then no longer apply.
 
-    Attributes are read when the kernel is first used; changing them later has no effect. Kernels of one class with
-    equal attributes count as the same kernel.
+    Attributes are read when the kernel is first used, and are constants of the programs compiled for it, so do not
+    change them later. Kernels of one class with equal attributes count as the same kernel.
     """
 
     op_id: str
