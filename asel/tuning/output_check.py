@@ -76,8 +76,8 @@ class OutputCheck:
 
     Integers and booleans must be equal. Other numbers may differ by `atol` plus `rtol` times the expected value. The
     default of `rtol` is 1e-7 for 64 bits; 1e-3 for 32 bits, because devices may use fewer in matrix products; and four
-    units in the last place for fewer bits, 0.25 at most. The default of `atol` is that number times the output's root mean
-    square, since a sum that cancels out is only as precise as its terms; for an output of zeros, that number squared.
+    units in the last place for fewer bits, 0.25 at most. The default of `atol` is that number times the output's root
+    mean square, since a sum that cancels out is only as precise as its terms; for an output of zeros, it is squared.
 
     If all expected outputs are entirely NaN, nothing can be compared, and no candidate passes.
     """
