@@ -29,13 +29,13 @@ class Settings(NamedTuple):
     """The mesh that `jax.set_mesh` has set; an abstract one if it was read while tracing."""
     others: tuple[tuple[str, Any], ...] = ()
     """All other settings, by the name of the context manager in `jax` that sets them."""
-    blocks: tuple[tuple[str, Any], ...] = ()
-    """The open blocks of the caller's thread, such as `with mesh:`, by JAX's name for their setting."""
+    entered_meshes: tuple[Any, ...] = ()
+    """The meshes of the caller's open `with mesh:` blocks, the outermost first."""
 
     @property
     def has_mesh(self) -> bool:
         """Whether there is a mesh, by `jax.set_mesh` or `with mesh:`."""
-        return self.mesh is not None or any(name == _MESH_BLOCK for name, _ in self.blocks)
+        return self.mesh is not None or bool(self.entered_meshes)
 
 
 # Settings with a field of their own, and one that is meant to fail in other threads.
@@ -51,11 +51,6 @@ _EXCLUDED = frozenset(
     }
 )
 
-# Blocks that change the program: `with mesh:`, `compute_on(...)` and `set_xla_metadata(...)`. JAX has no public way
-# to read them.
-_MESH_BLOCK = "mesh_context_manager"
-_BLOCKS = (_MESH_BLOCK, "compute_on_context_manager", "xla_metadata_context_manager")
-
 
 def current_settings() -> Settings:
     """Return the settings of the calling thread."""
@@ -69,7 +64,7 @@ def current_settings() -> Settings:
     )
     precision, device = config.jax_default_matmul_precision, config.jax_default_device
     mesh, others = _current_mesh(), _other_settings()
-    return Settings(config.jax_enable_x64, precision, device, guards, mesh, others, _current_blocks())
+    return Settings(config.jax_enable_x64, precision, device, guards, mesh, others, _entered_meshes())
 
 
 @functools.cache
@@ -94,24 +89,10 @@ def _other_settings() -> tuple[tuple[str, Any], ...]:
     return tuple((name, setter.value) for name, setter in setters if setter.value != setter.get_global())
 
 
-def _current_blocks() -> tuple[tuple[str, Any], ...]:
-    config = sys.modules.get("jax._src.config")
-    values = ((name, getattr(getattr(config, name, None), "value", None)) for name in _BLOCKS)
-    return tuple((name, value) for name, value in values if value)
-
-
-def _enter_block(name: str, value: Any, stack: ExitStack) -> None:
-    if name == _MESH_BLOCK:
-        for mesh in value:
-            stack.enter_context(mesh)
-    elif name == "compute_on_context_manager":
-        from jax.experimental.compute_on import compute_on
-
-        stack.enter_context(compute_on(value))
-    else:
-        from jax.experimental.xla_metadata import set_xla_metadata
-
-        stack.enter_context(set_xla_metadata(**value.val))  # type: ignore[no-untyped-call]
+def _entered_meshes() -> tuple[Any, ...]:
+    """Return the meshes of open `with mesh:` blocks, which JAX has no public way to read."""
+    setting = getattr(sys.modules.get("jax._src.config"), "mesh_context_manager", None)
+    return getattr(setting, "value", ())
 
 
 def _current_mesh() -> Any:
@@ -161,10 +142,9 @@ def settings_held(settings: Settings | None) -> Iterator[None]:
             if settings.mesh is None and not had_mesh:
                 # `jit` distinguishes an empty mesh from no mesh, and would trace again in the caller's thread.
                 mesh.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            here = _current_blocks()
-            for block in settings.blocks:
-                if block not in here:  # `jit` would trace again inside a block entered twice
-                    _enter_block(*block, stack)
+            if settings.entered_meshes != _entered_meshes():  # `jit` would trace again if they were entered twice
+                for entered in settings.entered_meshes:
+                    stack.enter_context(entered)
         yield
 
 

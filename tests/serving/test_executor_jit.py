@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compute_on import compute_on
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from asel import (
     AutotunePolicy,
@@ -50,8 +48,6 @@ SETTINGS = {
     "mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))),
     "key reuse": lambda: jax.debug_key_reuse(True),
     "mesh entered": lambda: jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",)),
-    "compute on": lambda: compute_on("device_host"),
-    "metadata": lambda: set_xla_metadata(note="a"),
 }
 
 
