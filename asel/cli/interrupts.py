@@ -58,8 +58,10 @@ def run_loop(function: Callable[[*Ts], Awaitable[T]], *args: *Ts, backend: str =
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return anyio.run(function, *args, backend=backend)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # trio's is in a group, one for each task group
+        if isinstance(error, BaseExceptionGroup) and error.subgroup(KeyboardInterrupt) is None:
+            raise
         problem(said)
-        raise
+        raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGINT, outside)
