@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import NoReturn, TypeVar, TypeVarTuple
@@ -27,8 +28,8 @@ def end_at_once(said: str = "stopped") -> None:
 
     A process that was started to ignore Ctrl-C, as shells do in the background, goes on ignoring it.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may set a handler
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         cursor = _SHOW_CURSOR if os.isatty(2) else ""  # a live display has hidden it

@@ -74,6 +74,18 @@ def test_a_command_that_was_started_to_ignore_ctrl_c_goes_on(tmp_path):
     assert "has no attribute 'kernel'" in ran.stderr
 
 
+def test_a_command_that_is_run_in_a_thread_leaves_ctrl_c_alone():
+    """Python lets only the main thread set a handler."""
+    script = (
+        "import signal, sys, threading\nfrom asel.cli import main\nsys.argv = ['asel', '--help']\n"
+        "thread = threading.Thread(target=main)\nthread.start()\nthread.join()\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "Commands" in ran.stdout
+
+
 def test_ctrl_c_at_a_prompt_deletes_nothing(tmp_path):
     """Silence is not a yes."""
     store = fill(tmp_path / "cache")
