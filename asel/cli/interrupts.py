@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import NoReturn, TypeVar, TypeVarTuple
@@ -27,8 +28,8 @@ def end_at_once(said: str = "stopped") -> None:
 
     A process that was started to ignore Ctrl-C, as shells do in the background, goes on ignoring it.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may set a handler
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         cursor = _SHOW_CURSOR if os.isatty(2) else ""  # a live display has hidden it
@@ -58,8 +59,10 @@ def run_loop(function: Callable[[*Ts], Awaitable[T]], *args: *Ts, backend: str =
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return anyio.run(function, *args, backend=backend)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # trio's is in a group, one for each task group
+        if isinstance(error, BaseExceptionGroup) and error.subgroup(KeyboardInterrupt) is None:
+            raise
         problem(said)
-        raise
+        raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGINT, outside)

@@ -46,16 +46,20 @@ def test_how_to_go_on_does_not_show_the_password_of_a_store(tmp_path):
     assert "hunter2" not in ran.stderr
 
 
-def test_ctrl_c_in_an_event_loop_is_left_to_the_loop(tmp_path):
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_ctrl_c_in_an_event_loop_is_left_to_the_loop(backend):
     """A loop cancels its tasks, which can clean up."""
     script = (
         "import os, signal, anyio\n"
         "from asel.cli.interrupts import end_at_once, run_loop\n"
-        "async def main():\n"
+        "async def wait():\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n        await anyio.sleep_forever()\n"
         "    finally:\n        print('cleaned up', flush=True)\n"
+        "async def main():\n"
+        "    async with anyio.create_task_group() as tasks:\n        tasks.start_soon(wait)\n"
         "end_at_once()\n"
-        "try:\n    run_loop(main)\nexcept KeyboardInterrupt:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        f"try:\n    run_loop(main, backend={backend!r})\n"
+        "except KeyboardInterrupt:\n    os.kill(os.getpid(), signal.SIGINT)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "cleaned up\n", "asel: stopped\n" * 2)
@@ -68,6 +72,18 @@ def test_a_command_that_was_started_to_ignore_ctrl_c_goes_on(tmp_path):
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert ran.returncode == 2
     assert "has no attribute 'kernel'" in ran.stderr
+
+
+def test_a_command_that_is_run_in_a_thread_leaves_ctrl_c_alone():
+    """Python lets only the main thread set a handler."""
+    script = (
+        "import signal, sys, threading\nfrom asel.cli import main\nsys.argv = ['asel', '--help']\n"
+        "thread = threading.Thread(target=main)\nthread.start()\nthread.join()\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "Commands" in ran.stdout
 
 
 def test_ctrl_c_at_a_prompt_deletes_nothing(tmp_path):

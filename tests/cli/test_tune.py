@@ -308,3 +308,13 @@ def test_a_kernel_and_its_class_in_one_file_are_one_kernel(kernels, script):
     )
     assert asel("tune", path, "--shapes", "x=f32[8]", "--json").json[0]["config"] == 2
     sys.modules.pop("class_example")
+
+
+def test_a_candidate_that_hangs_takes_no_longer_than_the_budget(kernels, scripted):
+    """`--budget 5` ends after about five seconds, whatever a candidate does."""
+    store = kernels.parent / "configs.json"
+    for budget, limit_s in (("5", 5.0), ("90", 30.0)):
+        command = ["tune", f"{kernels}:square", "--shapes", "x=f32[8]", "--store", store, "--budget", budget, "--again"]
+        assert asel(*command).code == 0
+        (record,) = json.loads(store.read_text())["records"]
+        assert record["report"]["candidate_timeout_s"] == limit_s

@@ -88,6 +88,25 @@ def test_an_invalid_record_is_a_miss_reported_once_and_set_aside(server, real_ba
     anyio.run(main, backend=real_backend)
 
 
+def test_only_the_last_bad_value_of_an_address_is_kept(server, real_backend):
+    """A program that goes on writing bad values does not fill the server with them."""
+
+    async def main() -> None:
+        store = RedisStore(server.url())
+        store.on_rejected = lambda rejected: None
+        with server.client() as client:
+            for number in range(3):
+                client.set(NAME, f"bad {number}")
+                client.sadd(f"asel:2:key:{ADDRESS.key_digest}", ADDRESS.digest)
+                assert await store.get(ADDRESS) is None
+            [aside] = client.keys("asel:2:set-aside:*")
+            assert client.get(aside) == b"bad 2"
+            assert 0 < client.ttl(aside) <= 7 * 24 * 3600
+        assert (await store.stats()).set_aside == 1
+
+    anyio.run(main, backend=real_backend)
+
+
 def test_indexes_and_leases_of_another_type_do_not_block_the_store(server, real_backend):
     """Whatever somebody planted under our names, records are stored and claims are won."""
 

@@ -163,7 +163,12 @@ async def _tune_group(job: Job, name: str, backward: bool, calls: list[Call]) ->
 def _selector(job: Job, name: str, backward: bool) -> ConfigSelectorChain[Any, Any]:
     options = job.options
     # Without heuristics, so that a tune in which all candidates failed says so.
-    policy = AutotunePolicy(allow_heuristics=False, validate_backward=backward, tune_budget_s=options.budget_s)
+    policy = AutotunePolicy(
+        allow_heuristics=False,
+        validate_backward=backward,
+        tune_budget_s=options.budget_s,
+        candidate_timeout_s=min(AutotunePolicy().candidate_timeout_s, options.budget_s),  # one may hang
+    )
     strategy = {} if options.strategy is None else {"strategy": options.strategy}
     tuner: Tuner[Any] = Tuner(isolation=options.isolation, check=options.check, **strategy)  # type: ignore[arg-type]
     persistent = cache_to_fill(options.store, name)

@@ -83,8 +83,9 @@ class Names:
         """The channel that tells waiters to look again."""
         return self._name("wake", address.digest)
 
-    def set_aside(self, digest: bytes, tag: bytes) -> bytes:
-        return self._name("set-aside", "") + digest + b":" + tag[:16]
+    def set_aside(self, digest: bytes) -> bytes:
+        """The last bad value of an address: one for each, so that they cannot fill the server."""
+        return self._name("set-aside", "") + digest
 
 
 def tag(found: Any) -> bytes:
@@ -98,7 +99,7 @@ def tag(found: Any) -> bytes:
 # Returned by a script that did its work but was not allowed to publish: the user has no rights to the channel.
 UNPUBLISHED = 2
 
-# Bad records are kept for people to look at: for a week.
+# Bad records are kept for people to look at: the last of each address, for a week.
 _KEEP_ASIDE = f"""
 local function set_aside(key, aside)
   redis.call('RENAME', key, aside)

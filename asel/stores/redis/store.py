@@ -145,8 +145,8 @@ class RedisStore(StoreDefaults):
         expire_ms = round((self._target.expire_s or 0) * 1000)
         async with self._link() as link:
             for _ in range(8):  # repeats only while another client keeps writing bad values
-                keys = [names.record(address), index, names.lease(address), names.set_aside(digest, bad)]
-                keys.append(names.set_aside(address.key_digest.encode(), b"key"))
+                keys = [names.record(address), index, names.lease(address), names.set_aside(digest)]
+                keys.append(names.set_aside(address.key_digest.encode()))
                 token = claim.token if claim is not None else ""
                 found = await link.run(
                     PUT, keys, text, digest, int(replace), token, expire_ms, bad, names.wake(address)
@@ -287,7 +287,7 @@ class RedisStore(StoreDefaults):
         if isinstance(error, OtherSchemaError):
             return
         names, tagged = self._names, tag(found)
-        keys = [names.records + digest, names.index_of(digest), names.set_aside(digest, tagged)]
+        keys = [names.records + digest, names.index_of(digest), names.set_aside(digest)]
         did = await _if_possible(link.run(SET_ASIDE, keys, tagged, digest))
         if did is None and (digest, tagged) not in self._reported:  # a read-only Redis: it is found again each time
             self._reported.add((digest, tagged))
