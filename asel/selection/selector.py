@@ -24,6 +24,14 @@ from asel.selection.cache import ConfigCache
 from asel.selection.call import Call
 from asel.selection.lifetime import Lifetime, is_second_interrupt
 from asel.selection.memory_answer import MemoryAnswer
+from asel.selection.options import (
+    checked_bool,
+    checked_cache,
+    checked_on_event,
+    checked_policy,
+    checked_seconds,
+    checked_sinks,
+)
 from asel.selection.policy import AutotunePolicy, effective_policy, in_step
 from asel.selection.results import Explanation, Selection, Tier
 from asel.selection.selector_state import SelectorState
@@ -70,17 +78,21 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         background_duty_cycle: float = 1.0,
         background_idle_s: float | None = None,
     ) -> None:
-        self.cache: ConfigCache[Cfg] = ConfigCache() if cache is None else cache
+        self.cache: ConfigCache[Cfg] = ConfigCache() if cache is None else checked_cache(cache)
         self.tuner = Tuner() if tuner is None else tuner
         self.persistent = persistent
-        self.persist_autotune = persist_autotune
-        self.preload = _checked_bool("preload", preload)
-        self._state = SelectorState(forbid_reautotune, _checked_seconds("close_grace_s", close_grace_s))
+        self.persist_autotune = checked_bool("persist_autotune", persist_autotune)
+        self.preload = checked_bool("preload", preload)
+        self._state = SelectorState(
+            checked_bool("forbid_reautotune", forbid_reautotune), checked_seconds("close_grace_s", close_grace_s)
+        )
         self._keys = KeyMemo(keys_in_memory=self.cache.key_count)
-        self._events = Dispatcher(default_sinks() if sinks is None else sinks, on_event, self.statistics)
+        self._events = Dispatcher(
+            default_sinks() if sinks is None else checked_sinks(sinks), checked_on_event(on_event), self.statistics
+        )
         self._calls = 0
         limits = BackgroundLimits(max_background_tunes, background_duty_cycle, background_idle_s)
-        timeout_s = _checked_seconds("store_timeout_s", store_timeout_s)
+        timeout_s = checked_seconds("store_timeout_s", store_timeout_s)
         place = as_config_store(persistent)
         self.changes_together = place is not None and place.changes_together
         if self.changes_together and not persist_autotune:
@@ -107,7 +119,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     @policy.setter
     def policy(self, policy: AutotunePolicy) -> None:
-        checked = _checked_policy(policy)
+        checked = checked_policy(policy)
         self._policy = in_step(checked) if self.changes_together else checked
 
     @property
@@ -126,7 +138,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     @close_grace_s.setter
     def close_grace_s(self, seconds: float) -> None:
-        self._state.close_grace_s = _checked_seconds("close_grace_s", seconds)
+        self._state.close_grace_s = checked_seconds("close_grace_s", seconds)
 
     # ---------------------------------------------------------------------------------------
     # Asking.
@@ -377,21 +389,3 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 "aclose: asked by a tune of this chain, for which closing waits; use another task"
             )
         await self._lifetime.close()
-
-
-def _checked_policy(policy: Any) -> AutotunePolicy:
-    if not isinstance(policy, AutotunePolicy):
-        raise InvalidRequestError(f"policy={policy!r} is not an AutotunePolicy")
-    return policy
-
-
-def _checked_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequestError(f"ConfigSelectorChain: {name}={value!r} must be True or False")
-    return value
-
-
-def _checked_seconds(name: str, seconds: Any) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-        raise InvalidRequestError(f"ConfigSelectorChain: {name}={seconds!r} must be seconds, zero or more")
-    return seconds

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from support.kernels import BEST, H100, Bench, Toy, call
 
-from asel import ConfigCache, Executor, InvalidRequestError, Invocation, kernel, warm_up
+from asel import ConfigCache, ConfigSelectorChain, Executor, InvalidRequestError, Invocation, kernel, warm_up
 from asel.kernels.keys import call_key
+from asel.testing import RecordingSink
 
 X = H100.array((8, 128))
 
@@ -53,6 +54,27 @@ async def test_what_is_not_a_call_and_its_kernel_is_named(method, inv, of, said)
             if method != "choose_nowait":
                 await answer
     assert bench.tunes == 0
+
+
+WRONG_OPTIONS = [
+    ({"cache": {}}, r"cache=\{\} is not an asel.ConfigCache"),
+    ({"policy": "background"}, "policy='background' is not an AutotunePolicy"),
+    ({"persist_autotune": "no"}, "persist_autotune='no' must be True or False"),
+    ({"forbid_reautotune": 1}, "forbid_reautotune=1 must be True or False"),
+    ({"close_grace_s": -1}, "close_grace_s=-1 must be seconds"),
+    ({"store_timeout_s": "5"}, "store_timeout_s='5' must be seconds"),
+    ({"on_event": []}, r"on_event=\[\] is not a function of an event"),
+    ({"sinks": RecordingSink()}, r"is not a list; write sinks=\[...\]"),
+    ({"sinks": [RecordingSink]}, r"is a class; write RecordingSink\(\)"),
+    ({"sinks": [print]}, r"print> among the sinks has no emit\(event\)"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG_OPTIONS)
+def test_a_wrong_parameter_of_a_selector_is_named(options, said):
+    """It is refused where it enters, and not by the first call that needs it."""
+    with pytest.raises(InvalidRequestError, match=said):
+        ConfigSelectorChain(**options)
 
 
 @pytest.mark.anyio
