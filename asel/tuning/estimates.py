@@ -13,6 +13,8 @@ __all__ = ["CONFIDENCE", "MAX_TIE", "TIE", "Gap", "gaps_to", "trimmed_mean"]
 # Two times closer than this are a tie, as a difference of logarithms.
 TIE = 0.02
 # Even the favourite loses its title to one that looks faster by this much, however uncertain that is.
+# Without it, replays of attention with four times the noise choose 473% too slow on average, and 13% with it. Replays
+# as they were recorded are the same either way.
 MAX_TIE = 0.1
 # The confidence that no candidate is called slower than the leader by mistake.
 CONFIDENCE = 0.999
