@@ -12,7 +12,9 @@ __all__ = ["CONFIDENCE", "MAX_TIE", "TIE", "Gap", "gaps_to", "trimmed_mean"]
 
 # Two times are a tie if they differ by less than this, as a difference of logarithms.
 TIE = 0.02
-# Even the favourite loses to a candidate that looks this much faster, however uncertain the difference is.
+# Even the favourite loses to a candidate that looks this much faster, however uncertain the difference is. Without it,
+# replays of attention with four times the noise choose 473% too slow on average, and 13% with it; replays of timings as
+# they were recorded are the same either way.
 MAX_TIE = 0.1
 # The confidence that no candidate is wrongly called slower than the leader.
 CONFIDENCE = 0.999

@@ -27,10 +27,9 @@ _MAX_STEP = 1.0
 
 
 class Prediction(NamedTuple):
-    """What is expected of some configs: the mean of each target's values, and its standard deviation."""
+    """What is expected of some configs, and its standard deviation."""
 
     means: Numbers
-    """One row for each target."""
     deviations: Numbers
 
 
@@ -38,7 +37,6 @@ class GaussianProcess:
     """A Matern 5/2 kernel over ordered fields and equality, a weight for each, fitted to the data.
 
     Ordered fields count twice, by distance and by equality, since a field of numbers may be a mere list of methods.
-    Targets are the columns that are predicted; the first is the one that weights are fitted to.
     """
 
     def __init__(self, fields: ConfigFields) -> None:
@@ -62,7 +60,7 @@ class GaussianProcess:
         """
         pairs = self._pairs(rows)
         if steps:
-            self._improve_weights(pairs, targets[:, 0], steps)
+            self._improve_weights(pairs, targets, steps)
         kernel, _ = self._kernel(pairs @ np.exp(self._fitted[:-1]))
         kernel[np.diag_indices(len(rows))] += np.exp(self._fitted[-1])
         inverse = np.linalg.inv(np.linalg.cholesky(kernel))
@@ -71,14 +69,14 @@ class GaussianProcess:
         self._centre = (ones @ targets) / ones.sum()
         residual = targets - self._centre
         self._weights = self._inverse @ residual
-        self._variance = np.maximum((residual * self._weights).mean(axis=0), 1e-12)
+        self._variance = max(float(residual @ self._weights) / len(rows), 1e-12)
 
     def predict(self, rows: Rows) -> Prediction:
         """Return what is expected of some configs, by the last fit."""
         kernel, _ = self._kernel(self.apart(rows, self._rows))
-        means = (self._centre + kernel @ self._weights).T
+        means = self._centre + kernel @ self._weights
         known = ((kernel @ self._inverse) * kernel).sum(axis=1)
-        return Prediction(means, np.sqrt(np.maximum(1 - known, 1e-9) * self._variance[:, None]))
+        return Prediction(means, np.sqrt(np.maximum(1 - known, 1e-9) * self._variance))
 
     def apart(self, rows: Rows, others: Rows) -> Numbers:
         """Return the squared distances of some configs to others, by the last fit."""
