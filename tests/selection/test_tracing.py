@@ -93,7 +93,8 @@ def test_a_traced_call_is_tuned_by_running_and_not_by_tracing(real_backend):
 
     def run(x, *, cfg):
         if cfg == "traces fast, runs slowly":
-            return jax.lax.fori_loop(0, 20_000, lambda _, y: jnp.sin(y), x)
+            # Some 40 ms: on a busy machine, either waits for a core for as long as 10.
+            return jax.lax.fori_loop(0, 500_000, lambda _, y: jnp.sin(y), x)
         for _ in range(50):
             x = x + 1.0
         return x
