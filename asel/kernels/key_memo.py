@@ -134,7 +134,7 @@ class KeyMemo:
         """
         try:
             if getattr(kernel, "key_builder", None) is None:
-                token = signature(inv, kernel)
+                token = signature(kernel, inv.args, inv.kwargs, inv)
                 if (found := self._resolved.young.get(token)) is not None:
                     return found
             else:

@@ -18,7 +18,7 @@ from asel.kernels.call_settings import DEFAULT_PRNG, call_form, jax_state
 from asel.kernels.canonical import Canon, Canonicaliser, canonical
 from asel.kernels.kernel_numbers import kernel_numbers
 
-__all__ = ["plain_signature", "refuse_if_endless", "signature"]
+__all__ = ["refuse_if_endless", "signature"]
 
 
 class _Mark(enum.Enum):
@@ -86,30 +86,11 @@ _jax = jax_state
 # no two different calls give the same run.
 
 
-def signature(inv: Any, kernel: Any, *, for_program: bool = False) -> tuple[Any, ...]:
+def signature(kernel: Any, args: Any, kwargs: Any, inv: Any = None, for_program: bool = False) -> tuple[Any, ...]:
     """Return a hashable tuple that differs if the answer may.
 
-    With `for_program`, it also says which arrays are committed to their devices: that changes no answer, but makes
-    `jax.jit` compile again.
-
-    Raises:
-        UnstableKeyError: an argument has no stable identity.
-    """
-    tokens = plain_signature(kernel, inv.args, inv.kwargs, for_program=for_program)
-    if (
-        inv.method is not None
-        or inv.mesh is not None
-        or inv.in_specs is not None
-        or inv.out_specs is not None
-        or inv.batch_axes is not None
-        or inv.check_vma
-    ):
-        return (*tokens, _Mark.CALL, call_form(inv))
-    return tokens
-
-
-def plain_signature(kernel: Any, args: Any, kwargs: Any, *, for_program: bool = False) -> tuple[Any, ...]:
-    """Return the `signature` of an invocation that has nothing but arguments.
+    `inv` is the invocation of these arguments; without it, the call has nothing else. With `for_program`, the tuple
+    also says which arrays are committed to their devices: that changes no answer, but makes `jax.jit` compile again.
 
     Raises:
         UnstableKeyError: an argument has no stable identity.
@@ -117,7 +98,7 @@ def plain_signature(kernel: Any, args: Any, kwargs: Any, *, for_program: bool = 
     jax = _jax
     if not jax.known:
         jax.learn()
-    array, sharding_of, is_committed = jax.array, jax.sharding_of, jax.is_committed if for_program else None
+    array, sharding_of = jax.array, jax.sharding_of
     number = known[0] if (known := _kernel_seen(id(kernel))) else kernel_numbers.learn(kernel)
     tokens: list[Any] = [number, jax.x64.value, jax.matmul_precision.value, jax.default_device.value]
     if jax.prng_impl.value != DEFAULT_PRNG or not jax.threefry_partitionable.value:
@@ -127,8 +108,8 @@ def plain_signature(kernel: Any, args: Any, kwargs: Any, *, for_program: bool = 
             sharding = sharding_of(value)
             tokens.append(value.aval)
             tokens.append(seen[0] if (seen := _seen(id(sharding))) else _shardings.learn(sharding))
-            if is_committed is not None:
-                tokens.append(is_committed(value))
+            if for_program:
+                tokens.append(jax.is_committed(value))
         else:
             _append(value, tokens, for_program)
     if kwargs:
@@ -143,6 +124,15 @@ def plain_signature(kernel: Any, args: Any, kwargs: Any, *, for_program: bool = 
         _append_mesh(mesh, tokens)
     if meshes := jax.entered_meshes.value:
         tokens += (_Mark.ENTERED_MESH, seen[0] if (seen := _seen(id(meshes[-1]))) else _shardings.learn(meshes[-1]))
+    if inv is not None and (
+        inv.method is not None
+        or inv.mesh is not None
+        or inv.in_specs is not None
+        or inv.out_specs is not None
+        or inv.batch_axes is not None
+        or inv.check_vma
+    ):
+        tokens += (_Mark.CALL, call_form(inv))
     return tuple(tokens)
 
 

@@ -11,7 +11,7 @@ from asel.errors import InvalidRequestError, UnstableKeyError
 from asel.kernels.binding import bind
 from asel.kernels.kernel import Cfg, Invocation, Kernel, Out
 from asel.kernels.key_memo import Resolved
-from asel.kernels.signature import plain_signature
+from asel.kernels.signature import signature
 from asel.runtime.bounded_memo import BoundedMemo
 from asel.selection.cache_entries import Hit
 from asel.selection.policy import objective_of
@@ -213,7 +213,7 @@ class Executor(Generic[Cfg, Out]):
 
     def _find_warm(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Warm | None:
         try:
-            token = plain_signature(kernel, args, kwargs, for_program=True)
+            token = signature(kernel, args, kwargs, for_program=True)
         except (UnstableKeyError, RecursionError):
             return None
         return self._warm.young.get(token) or self._warm.get(token)

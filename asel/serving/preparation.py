@@ -11,7 +11,7 @@ from typing import Any
 
 from asel.errors import UnstableKeyError
 from asel.kernels.kernel import Kernel
-from asel.kernels.signature import plain_signature
+from asel.kernels.signature import signature
 from asel.runtime.bounded_memo import BoundedMemo
 from asel.serving.runs import QUICK_S, in_a_thread, timed
 
@@ -91,7 +91,7 @@ class Preparation:
     ) -> Arguments | None:
         """Return the arguments as the kernel prepares them; None if that may take long."""
         try:
-            token = plain_signature(kernel, args, kwargs, for_program=True)
+            token = signature(kernel, args, kwargs, for_program=True)
         except (UnstableKeyError, RecursionError):
             return None
         if not self._was_quick.get(token):
@@ -107,7 +107,7 @@ class Preparation:
     ) -> Arguments:
         token = None
         with suppress(UnstableKeyError, RecursionError):
-            token = plain_signature(kernel, args, kwargs, for_program=True)
+            token = signature(kernel, args, kwargs, for_program=True)
         work = partial(timed, partial(prepared, prepare, args, kwargs))
         ran = await in_a_thread(f"preparing {kernel.op_id}", work)
         if ran.error is not None:

@@ -88,7 +88,7 @@ class Runs:
 def program_signature(inv: Any, kernel: Any) -> tuple[Any, ...] | None:
     """Return a tuple that differs for calls that JAX compiles apart; None if an argument has no stable identity."""
     try:
-        return signature(inv, kernel, for_program=True)
+        return signature(kernel, inv.args, inv.kwargs, inv, for_program=True)
     except (UnstableKeyError, RecursionError):
         return None
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.keys import signature_of
 from support.library_objects import LIBRARY_OBJECTS
 
 from asel import AutotunePolicy, ConfigSelectorChain, Executor, Invocation, Kernel, UnstableKeyError, kernel
 from asel.kernels.key_memo import KeyMemo
 from asel.kernels.keys import call_key
-from asel.kernels.signature import signature
 
 KERNEL: Kernel[Any, Any] = Kernel("k")
 
@@ -135,9 +135,9 @@ def test_bare_objects_in_static_fields_are_numbered_within_a_call() -> None:
 def test_bare_objects_are_another_signature_in_this_process() -> None:
     """A program returns the markers that it was traced with."""
     x, one = np.zeros(3, np.float32), object()
-    token = signature(Invocation("k", (Marked(x, one),), {}), KERNEL)
-    assert signature(Invocation("k", (Marked(x, one),), {}), KERNEL) == token
-    assert signature(Invocation("k", (Marked(x, object()),), {}), KERNEL) != token
+    token = signature_of(Invocation("k", (Marked(x, one),), {}), KERNEL)
+    assert signature_of(Invocation("k", (Marked(x, one),), {}), KERNEL) == token
+    assert signature_of(Invocation("k", (Marked(x, object()),), {}), KERNEL) != token
 
 
 @pytest.mark.anyio

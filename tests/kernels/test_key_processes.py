@@ -20,13 +20,12 @@ import support.key_examples as ex
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from support.kernels import Blocks
 from support.key_examples import P
-from support.keys import KERNEL, abstract_mesh, during_trace, key
+from support.keys import KERNEL, abstract_mesh, during_trace, key, signature_of
 from support.library_objects import library_keys
 from support.paths import TESTS
 
 from asel import Invocation, UnstableKeyError
 from asel.kernels.keys import call_key
-from asel.kernels.signature import signature
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +316,7 @@ def test_how_a_call_is_mapped_is_part_of_it():
         dataclasses.replace(plain, check_vma=True),
     ]
     assert len({call_key(inv, KERNEL) for inv in calls}) == len(calls)
-    assert len({signature(inv, KERNEL) for inv in calls}) == len(calls)
+    assert len({signature_of(inv, KERNEL) for inv in calls}) == len(calls)
 
 
 def test_a_key_ignores_what_does_not_change_the_answer():
@@ -325,4 +324,4 @@ def test_a_key_ignores_what_does_not_change_the_answer():
     plain = Invocation("k", (1,), {})
     for other in (dataclasses.replace(plain, override_cfg=Blocks(1)), dataclasses.replace(plain, stamp=False)):
         assert call_key(other, KERNEL) == call_key(plain, KERNEL)
-        assert signature(other, KERNEL) == signature(plain, KERNEL)
+        assert signature_of(other, KERNEL) == signature_of(plain, KERNEL)

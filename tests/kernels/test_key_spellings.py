@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
+from support.keys import signature_of
 
 from asel import AutotunePolicy, ConfigSelectorChain, Executor, Invocation, Kernel, UnstableKeyError, kernel
 from asel.kernels.key_memo import KeyMemo
 from asel.kernels.keys import call_key
-from asel.kernels.signature import signature
 
 KERNEL: Kernel[Any, Any] = Kernel("k")
 
@@ -64,7 +64,7 @@ def settings_key(setting: Any, *args: Any) -> tuple[str, Any]:
     """Return the key and the signature of a call."""
     with setting:
         inv = Invocation("k", args, {})
-        return call_key(inv, KERNEL), signature(inv, KERNEL)
+        return call_key(inv, KERNEL), signature_of(inv, KERNEL)
 
 
 @pytest.mark.parametrize("setting", [lambda: jax.default_prng_impl("rbg"), lambda: jax.threefry_partitionable(False)])

@@ -11,9 +11,7 @@ import numpy as np
 import support.key_examples as ex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.keys import key, sig
-
-from asel.kernels.signature import signature
+from support.keys import key, sig, signature_of
 
 
 class _Sample:
@@ -149,5 +147,5 @@ def test_a_call_made_again_has_the_same_key_in_any_dict_order(call, random):
 
 def test_every_signature_is_hashable():
     """Signatures are dict keys, so every call with a key has a hashable one."""
-    signatures = [signature(make(), ex.KERNEL) for make in ex.EXAMPLES.values()]
+    signatures = [signature_of(make(), ex.KERNEL) for make in ex.EXAMPLES.values()]
     assert len(set(signatures)) == len(ex.EXAMPLES)

@@ -21,7 +21,11 @@ def key(*args: Any, **kwargs: Any) -> str:
 
 
 def sig(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    return signature(Invocation("k", args, kwargs), KERNEL)
+    return signature(KERNEL, args, kwargs)
+
+
+def signature_of(inv: Invocation[Any, Any], kernel: Any) -> tuple[Any, ...]:
+    return signature(kernel, inv.args, inv.kwargs, inv)
 
 
 def resolve(inv: Invocation[Any, Any], of: Any = KERNEL) -> Any:
