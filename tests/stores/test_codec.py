@@ -199,7 +199,7 @@ def test_lookalikes_of_dtypes_and_configs_without_a_repr_are_refused(cfg):
 
 def test_a_config_that_would_come_back_different_is_refused():
     """Equal and of the same type, or not at all."""
-    with pytest.raises(InvalidRequestError, match="would come back as"):
+    with pytest.raises(InvalidRequestError, match="would be read again as"):
         Codec(dumper=lambda cfg: {"m": 1, "n": 1}, cfg_type=Pair).dump(Pair(5, 6))
 
 

@@ -307,7 +307,7 @@ def test_a_store_that_is_only_read_is_never_written(directory, tmp_path):
 
     async def scene():
         assert await shipped.get(record().address) is None
-        with pytest.raises(StoreError, match="only read"):
+        with pytest.raises(StoreError, match="read-only"):
             await shipped.put(record())
 
     run(scene)

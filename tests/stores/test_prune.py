@@ -53,9 +53,9 @@ def test_prune_deletes_what_is_named_and_nothing_else(cache, condition, left):
     anyio.run(scene)
 
 
-def test_prune_wants_to_know_what(cache):
+def test_prune_without_a_condition_is_refused(cache):
     """An empty condition deletes nothing."""
-    with pytest.raises(InvalidRequestError, match="say what"):
+    with pytest.raises(InvalidRequestError, match="give a condition"):
         anyio.run(cache.prune)
 
 

@@ -85,9 +85,9 @@ def test_thousands_of_waiters_for_one_claim_send_a_few_requests(real_backend, en
             assert "cannot be reached" in heard[0]
 
     async def one_queue(store: RedisStore):
-        [kept] = store._kept.values()
-        await until(lambda: kept.link.queues)
-        [queue] = kept.link.queues.values()
+        [shared] = store._links.values()
+        await until(lambda: shared.link.queues)
+        [queue] = shared.link.queues.values()
         return queue
 
     with RedisServer() as server:
@@ -129,8 +129,8 @@ def test_waiters_of_one_process_get_the_claim_in_order(server, real_backend, mon
                     tasks.start_soon(hold, number)
                 await until(lambda: pausing)
             assert [number for number in order if number in came] == came
-            [kept] = store._kept.values()
-            assert not kept.link.queues
+            [shared] = store._links.values()
+            assert not shared.link.queues
 
     monkeypatch.setattr(Lease, "pause", noted)
     anyio.run(main, backend=real_backend)

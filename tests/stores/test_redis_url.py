@@ -37,7 +37,7 @@ from asel.stores.redis.store import RedisStore
         ("redis://:hunter2@host?password=hunter2", "'password'"),
         ("redis://:hunter2@host?prefix=a*", "prefix='a*'"),
         ("redis://:hunter2@host?prefix=", "prefix=''"),
-        ("redis://:hunter2@host?prefix=a&prefix=b", "prefix= stands twice"),
+        ("redis://:hunter2@host?prefix=a&prefix=b", "prefix= is given twice"),
         ("redis://:hunter2@host?timeout_s=soon", "timeout_s='soon'"),
         ("redis://:hunter2@host?timeout_s=0", "timeout_s='0'"),
         ("redis://:hunter2@host?timeout_s=nan", "timeout_s='nan'"),

@@ -259,7 +259,7 @@ def test_in_a_directory_of_our_own_it_does_not_matter_whose_a_document_is(shared
 
 def test_a_lock_that_another_process_does_not_give_back_is_an_error_in_time(shared, monkeypatch):
     """A stopped process, or a stranger who may read the directory, costs a StoreError and no thread for ever."""
-    monkeypatch.setattr(files, "_ALONE_S", 0.05)
+    monkeypatch.setattr(files, "_LOCK_S", 0.05)
     store, rejected = DirectoryStore(shared / "cache"), []
     store.on_rejected = rejected.append
 
