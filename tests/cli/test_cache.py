@@ -197,8 +197,8 @@ def test_what_a_user_put_has_a_config_and_no_report(tmp_path):
     anyio.run(PersistentCache("test", tmp_path / "cache").put, "cpu", "op@v1", "abc", {"m": 1})
     store = str(tmp_path / "cache")
     assert "m=1" in asel("cache", "ls", "--store", store).out
-    assert "put by hand" in asel("cache", "show", "abc", "--store", store).out
-    assert "put by hand" in asel("cache", "why", "op", "--store", store).out
+    assert "a user put it" in asel("cache", "show", "abc", "--store", store).out
+    assert "A user put it" in asel("cache", "why", "op", "--store", store).out
 
 
 def test_redis_is_addressed_by_its_url(tmp_path):

@@ -57,10 +57,10 @@ def test_version_names_asel_jax_and_the_device():
         (["cache", "ls", "--store", "http://example"], "redis://"),
         (["cache", "ls", "--store", "jax://"], "name a directory"),
         (["cache", "import", __file__, "--store", "jax://"], "name a directory"),
-        (["cache", "ls", "--colour"], "No such option: --colour. `asel cache ls --help` shows what it takes"),
+        (["cache", "ls", "--colour"], "No such option: --colour. `asel cache ls --help` shows the usage"),
         (["cache", "import", "/no/such/file.json"], "does not exist"),
-        (["cache", "prune"], "say what to delete"),
-        (["cache", "shwo"], "No such command 'shwo'. Did you mean 'show'? `asel cache --help` shows what it takes"),
+        (["cache", "prune"], "give a condition"),
+        (["cache", "shwo"], "No such command 'shwo'. Did you mean 'show'? `asel cache --help` shows the usage"),
         (["cache", "show"], "Missing argument 'KEY'. `asel cache show --help` shows"),
         (["demo", "--otlp", "nonsense"], "http://"),
         (["cache", "ls", "--store", f"{'x' * 300}/y"], "xxx/y: File name too long"),
@@ -164,7 +164,7 @@ def test_a_candidate_that_still_runs_does_not_abort_the_command():
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("asel: say what to delete")
+    assert ran.stderr.startswith("asel: give a condition")
     assert len(ran.stderr.splitlines()) == 1
 
 

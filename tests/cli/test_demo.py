@@ -125,7 +125,5 @@ def test_the_summary_is_plain_sentences(tmp_path):
     told = list(sentences(demo, [entry(), entry(fastest=32)]))
     assert any("2.00 times as fast as its default, rows=32 (noise 2%)" in one for one in told)
     assert any("keeps its default, rows=32" in one for one in told)
-    assert any(
-        "took 1 ms at the median and 10 ms at p99 with nothing else to do; 2 ms at the median" in one for one in told
-    )
+    assert any("took 1 ms at the median and 10 ms at p99 without a tune; 2 ms at the median" in one for one in told)
     assert told[-1].startswith("The second start answered 61 requests with no tune")

@@ -50,7 +50,7 @@ def test_a_healthy_machine_has_no_problem(tmp_path):
 
 def test_timer_noise_is_what_equal_programs_differ_by(monkeypatch):
     """Beyond what a tune takes for a tie, it is a problem."""
-    assert "up to 0.0% apart" in about("timer noise", findings())[0]["text"]
+    assert "differ by up to 0.0%" in about("timer noise", findings())[0]["text"]
     times = itertools.count()
     monkeypatch.setattr(machine, "_work", lambda: lambda: 1e-3 * (1 + next(times) // 2 % 8))
     (noisy,) = about("timer noise", findings(code=1), "problem")

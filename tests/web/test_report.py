@@ -128,7 +128,7 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path, monkeypatch):
     """No records, no such cache, no matplotlib: exit code 2, and the way out."""
     store = fill(tmp_path / "cache")
     none = asel("report", store, "--op", "conv")
-    assert (none.code, none.err) == (2, "asel: no records to report on: `asel cache ls` lists what is there\n")
+    assert (none.code, none.err) == (2, "asel: no records to report on: `asel cache ls` lists the existing records\n")
     assert "check the path" in asel("report", tmp_path / "no" / "cache").err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = asel("report", store, "-o", tmp_path / "report.html", "--png", tmp_path / "plots")

@@ -82,6 +82,6 @@ def test_the_page_works_in_a_browser(tmp_path):
         driver.refresh()
         assert calls() == ["1024"]  # the address of a key shows that key alone, opened
         assert driver.find_elements(By.CSS_SELECTOR, ".details svg")
-        assert "it is the heuristic's own" in driver.find_element(By.CSS_SELECTOR, ".details dl").text
+        assert "it is the heuristic's config" in driver.find_element(By.CSS_SELECTOR, ".details dl").text
         assert driver.get_log("browser") == []
         assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0

@@ -43,13 +43,13 @@ def prune(
     from asel.cli.output import console, counted, print_json
 
     if not any((older_than, not_jax, op, device)):
-        raise InvalidRequestError("say what to delete: --older-than, --not-jax, --op, --device, or several of them")
+        raise InvalidRequestError("give a condition: --older-than, --not-jax, --op, --device, or several of them")
     if as_json and not (yes or dry_run):
-        raise InvalidRequestError("--json cannot ask: add --yes to delete, or --dry-run to look")
+        raise InvalidRequestError("--json cannot ask: add --yes to delete, or --dry-run to list the records")
     cache = cache_at(store)
     should_delete = _condition(None if older_than is None else seconds_in(older_than), not_jax, wanted(op, device))
     entries, _ = run_loop(entries_of, cache, should_delete)
-    # Exactly those that are shown: others may come to meet the conditions meanwhile.
+    # Delete only the records that are shown: meanwhile others may begin to meet the conditions.
     agreed = {one.record.address for one in entries}
 
     def delete() -> int:
