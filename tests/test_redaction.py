@@ -578,7 +578,7 @@ def test_the_command_line_shows_no_secret(monkeypatch, url):
         async with ConfigSelectorChain(ConfigCache(), tuner=tuner) as chain:
             await chain.choose(call(), Toy())
 
-    monkeypatch.setattr(asel.cli.demo.story, "tell", tell)
+    monkeypatch.setattr(asel.cli.demo.story, "run_demo", tell)
     result = run("demo", "--otlp", url)
     printed = " ".join((result.out + result.err).split())
     assert SECRET not in printed

@@ -57,9 +57,9 @@ def reasons(entry: Entry) -> list[str]:
             f"{early} of {len(measured)} measured candidates {'was' if early == 1 else 'were'} clearly slower "
             "and dropped out early."
         )
-    for failed in entry.failed:
-        error = f"{failed.error_type}: {failed.message}"
-        sentences.append(f"{config_words(failed.cfg)} failed in {failed.stage}: {error}")
+    sentences += [
+        f"{config_words(one.cfg)} failed in {one.stage}: {one.error_type}: {one.message}" for one in entry.failed
+    ]
     sentences += [f"{config_words(one.cfg)} was skipped: {one.reason}." for one in entry.skipped]
     sentences.append(f"The tune took {in_words(entry.record.seconds)} on {entry.device} with {entry.software}.")
     here = metadata.version("jax")
