@@ -1,4 +1,4 @@
-"""Configs as JSON values, and back as what they were."""
+"""Configs as JSON values, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config types go by kernel: one cache for several, and what comes back of it."""
+"""One cache for kernels with different config types."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_opening_a_store_creates_nothing(tmp_path):
 
 
 def forged(before: str, after: str) -> bytes:
-    """Return a record's line that somebody has changed, together with its digest."""
+    """Return a changed record's line with a matching digest."""
     body, mark, _ = record().to_json().rpartition(',"sha256":"')
     assert before in body
     body = body.replace(before, after)

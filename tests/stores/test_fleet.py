@@ -17,7 +17,7 @@ BEST = {"m": 3, "n": 1}
 
 @pytest.fixture(params=["directory", "document", "redis"])
 def location(request, tmp_path):
-    """Where the fleet keeps its records."""
+    """The location of the fleet's store."""
     if request.param == "redis":
         with RedisServer() as server:
             yield server.url()

@@ -1,4 +1,4 @@
-"""The store of a `jax.distributed` program: the laws of every store, two ranks in one process, two real ranks."""
+"""The store of a `jax.distributed` program: the contract of stores, two ranks in one process, two real ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_contract(law, clients, real_backend):
 
 @asynccontextmanager
 async def two_ranks(clients, *options):
-    """Have a selector on each of two ranks. Left alone, the first would choose Blocks(2), the second Blocks(3)."""
+    """Run a selector on each of two ranks. Alone, the first would choose Blocks(2), the second Blocks(3)."""
     location = f"jax://{next(_names)}"
     stores = [JaxClusterStore(location, client=client) for client in clients]
     options = options or ({}, {})

@@ -1,4 +1,4 @@
-"""`PersistentCache`, alone and under a chain: in real time, with real files."""
+"""`PersistentCache`, alone and in a selector: in real time, with real files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What importing asel costs, and where: file stores need POSIX, everything else does not."""
+"""Importing asel: what it loads, and that it works without POSIX."""
 
 from __future__ import annotations
 

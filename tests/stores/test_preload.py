@@ -32,7 +32,7 @@ class Listed(Place):
 
 
 async def loaded(place, take=lambda batch: True, device="dev"):
-    """Return what was handed over, and the store's events."""
+    """Return the summaries that were loaded, and the store's events."""
     taken = []
     bench = bench_over(place, store_timeout_s=5.0, preload=False)
     async with bench.chain as chain:

@@ -1,4 +1,4 @@
-"""What `PersistentCache.prune` deletes, and what it refuses to."""
+"""`PersistentCache.prune`: the records that it deletes, and the conditions that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents that somebody reformatted: read a record at a time, and damage costs no other record."""
+"""Reformatted documents: read one record at a time, and damage costs no other record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: what is read is checked before it is believed."""
+"""Records: every input is checked before it is used."""
 
 from __future__ import annotations
 

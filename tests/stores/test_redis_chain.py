@@ -1,4 +1,4 @@
-"""A chain over a real Redis, which is slow, refuses, restarts or is gone: in real time, on both backends."""
+"""A selector over a real Redis that is slow, refuses, restarts or is gone: in real time, on both backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis that is asked for much at once, answers late, or hangs up: in real time, on both backends."""
+"""A Redis with many concurrent requests, late answers or lost connections: in real time, on both backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Redis refuses, with the advice that the error gives; passwords, users and TLS."""
+"""Refusals of Redis, and the advice in the errors; passwords, users and TLS."""
 
 from __future__ import annotations
 

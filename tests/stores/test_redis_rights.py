@@ -1,4 +1,4 @@
-"""Redis users with few rights: which ones asel needs, and how it works without channels."""
+"""Redis users with few rights: the rights that asel needs, and how it works without channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records in Redis, on a real redis-server: the laws of every store, and what lies beside records."""
+"""Records in Redis, on a real redis-server: the contract of stores, and bad values, expiry and key names."""
 
 from __future__ import annotations
 

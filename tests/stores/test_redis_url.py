@@ -1,4 +1,4 @@
-"""What can and cannot be said in the URL of a Redis store."""
+"""URLs of Redis stores, valid and invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chain and a store that fails: in virtual time, over a scripted store."""
+"""A selector and a store that fails: in virtual time, over a scripted store."""
 
 from __future__ import annotations
 

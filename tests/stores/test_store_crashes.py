@@ -1,4 +1,4 @@
-"""Nothing that was acknowledged is lost: real processes, really killed."""
+"""No acknowledged record is lost: real processes that are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged records, in every store: no damage changes an answer, and none costs more than the record it hit."""
+"""Damaged records, in every store: no damage changes an answer or affects other records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = Record(key=KEY, cfg={"m": 128, "n": 8}, checksum="c1", environment={}, c
 
 
 def signed(facts: dict) -> dict:
-    """Return facts with the digest that a forger would give them, whatever is in them."""
+    """Return any facts with a matching digest, as a forger would write them."""
     body = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return {**facts, "sha256": hashlib.sha256(body.encode()).hexdigest()}
 

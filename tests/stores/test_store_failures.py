@@ -43,7 +43,7 @@ def place():
 
 @pytest.fixture
 def unprivileged():
-    """Permissions mean nothing to root, so be somebody else."""
+    """Run as another user, because permissions do not apply to root."""
     if os.geteuid() != 0:
         yield
         return
@@ -66,7 +66,7 @@ def without_locks(monkeypatch):
 
 @contextmanager
 def file_size_limit(most: int):
-    """A disk on which a file may have a limited number of bytes."""
+    """A disk with a limit on the size of a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:

@@ -28,7 +28,7 @@ def redis():
 
 @pytest.fixture(params=["directory", "document", "redis"])
 def make_store(request, tmp_path):
-    """Another handle on the same records each time, of whatever version is current."""
+    """Return a new store over the same records, of the current version."""
     if request.param == "redis":
         server = request.getfixturevalue("redis")
         with server.client() as client:

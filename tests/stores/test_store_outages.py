@@ -1,4 +1,4 @@
-"""A chain and a store that fails for a while: in virtual time, over a scripted store."""
+"""A selector and a store that fails for a while: in virtual time, over a scripted store."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def test_a_waiter_tunes_by_itself_if_the_store_stays_away():
 
 
 async def test_a_waiter_does_not_retry_beyond_wait_s():
-    """`wait_s` holds, whatever the store does."""
+    """`wait_s` limits the wait even if the store fails."""
     place = await interrupted(fails_for_s=1000.0)
     bench = bench_over(place, allow={"wait_s": 6.0})
     async with bench.chain as chain:

@@ -1,4 +1,4 @@
-"""Directories that others may write to: whatever they plant, nothing of ours leaks and nothing outside is touched."""
+"""World-writable directories: planted files neither leak our data nor redirect our writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asel.stores import file_ops as files
 
 @pytest.fixture
 def secret(tmp_path):
-    """A file that is nobody else's to read."""
+    """A file that other users may not read."""
     path = tmp_path / "secret"
     path.write_text("the private key")
     path.chmod(0o600)
@@ -201,7 +201,7 @@ def test_a_link_planted_during_a_claim_is_not_followed(shared, tmp_path, monkeyp
 
 
 def test_stale_locks_behind_a_link_are_not_removed(shared, tmp_path):
-    """Whatever they are called."""
+    """With any name."""
     outside = tmp_path / "outside"
     outside.mkdir()
     for number in range(300):
@@ -214,7 +214,7 @@ def test_stale_locks_behind_a_link_are_not_removed(shared, tmp_path):
 
 @pytest.fixture
 def strangers_file(monkeypatch):
-    """Have every plain file belong to somebody else."""
+    """Make every plain file appear to belong to another user."""
     fstat = os.fstat
 
     def of_a_stranger(file):

@@ -1,4 +1,4 @@
-"""Records without their reports: for memory to begin with, and for learning from other calls."""
+"""Records without their reports: for a preload, and for learning from other calls."""
 
 from __future__ import annotations
 

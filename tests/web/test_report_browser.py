@@ -18,7 +18,7 @@ from asel import CacheKey
 @pytest.mark.timeout(90)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Selenium leaves its pipe to the driver to the collector
 def test_the_page_works_in_a_browser(tmp_path):
-    """Sorted, filtered and opened by mouse and keyboard, on a phone, in the dark, and without an error in its log."""
+    """Sorting, filtering and opening by mouse and keyboard, on a phone, in dark mode, without errors in the log."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
