@@ -1,7 +1,7 @@
 """Output of commands: tables and bars for people, JSON for scripts.
 
 On a terminal a table fits its width, and in a narrow window each row becomes a block of lines. Elsewhere a row is one
-line, however long, so that `grep` and `cut` work. Colours follow `NO_COLOR`.
+line of any length, so that `grep` and `cut` work. Colours follow `NO_COLOR`.
 """
 
 from __future__ import annotations

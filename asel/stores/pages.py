@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from asel.stores.protocol import READ_BATCH, Change, Changed, Store, method
+from asel.stores.protocol import READ_BATCH, Change, Changed, Store, optional_method
 from asel.stores.records import Address, Record
 
 __all__ = ["Page", "apply_page", "record_batches"]
@@ -56,4 +56,4 @@ async def apply_page(store: Store, page: Page) -> list[Changed]:
     """Make the changes of a page; return their results, in order."""
     if not page.changes:
         return []
-    return await method(store, "apply")(list(page.changes.values()))  # type: ignore[no-any-return]
+    return await optional_method(store, "apply")(list(page.changes.values()))  # type: ignore[no-any-return]

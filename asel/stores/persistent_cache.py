@@ -24,7 +24,7 @@ from asel.stores import open_store, removal, strict_json, transfer
 from asel.stores.codec import Codec
 from asel.stores.config_store import ConfigStoreDefaults, Stored, StoreQuery
 from asel.stores.earlier_tunes import TuneIndex
-from asel.stores.protocol import Claim, Store, StoreStats, method
+from asel.stores.protocol import Claim, Store, StoreStats, optional_method
 from asel.stores.record_codec import RecordCodec
 from asel.stores.records import Address, Record, Rejected, environment_digest
 from asel.stores.rejections import Rejections
@@ -196,7 +196,7 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         """
         own: set[tuple[CacheKey, str]] = set()
         for store in self._layers:
-            async with aclosing(method(store, "scan")()) as batches:
+            async with aclosing(optional_method(store, "scan")()) as batches:
                 async for lines in batches:
                     batch = [line.summary for line in lines if line.summary.key.device == device]
                     for summary in batch:
@@ -281,7 +281,7 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
 
     async def stats(self) -> StoreStats:
         """Return the numbers of records, bad files, locks and leftovers."""
-        return await method(self.store, "stats")()  # type: ignore[no-any-return]
+        return await optional_method(self.store, "stats")()  # type: ignore[no-any-return]
 
     async def prune(
         self,

@@ -27,7 +27,7 @@ __all__ = [
     "apply_each",
     "apply_one",
     "claiming",
-    "method",
+    "optional_method",
 ]
 
 # Records that a thread reads at a time. Few, so that they are freed before the garbage collector counts them as
@@ -158,7 +158,7 @@ class Store(Protocol):
         """Remove a record, unless another than the expected one is stored; return whether it was removed."""
 
 
-def method(store: Store, name: Literal["apply", "scan", "stats"]) -> Callable[..., Any]:
+def optional_method(store: Store, name: Literal["apply", "scan", "stats"]) -> Callable[..., Any]:
     """Return a store's own method, or the default of a store that does not inherit from StoreDefaults."""
     own = getattr(store, name, None)
     return partial(getattr(StoreDefaults, name), store) if own is None else own

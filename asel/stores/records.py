@@ -201,7 +201,7 @@ class Record:
 
     @classmethod
     def from_facts(cls, facts: Any) -> Record:
-        """Return the record of some parsed JSON, however the JSON was formatted.
+        """Return the record of some parsed JSON, in any formatting.
 
         Raises:
             OtherSchemaError: it is of another version.
