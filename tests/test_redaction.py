@@ -303,7 +303,7 @@ def test_a_collectors_password_is_sent_and_not_shown(monkeypatch, by):
                 monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", url.replace("?", f"/v1/{signal}?"))
         with configure("service", url if by == "argument" else None) as telemetry:
             assert f"traces: to {receiver.endpoint}/v1/traces?token=***, sampled" in str(telemetry)
-            assert SECRET not in repr(telemetry) + str(telemetry) + repr(telemetry.did) + str(vars(telemetry))
+            assert SECRET not in repr(telemetry) + str(telemetry) + repr(telemetry.lines) + str(vars(telemetry))
             run_in_virtual_time(one_tune_and_hits, 3)
             assert telemetry.close() is True
         assert receiver.spans
@@ -578,7 +578,7 @@ def test_the_command_line_shows_no_secret(monkeypatch, url):
         async with ConfigSelectorChain(ConfigCache(), tuner=tuner) as chain:
             await chain.choose(call(), Toy())
 
-    monkeypatch.setattr(asel.cli.demo.story, "tell", tell)
+    monkeypatch.setattr(asel.cli.demo.story, "run_demo", tell)
     result = run("demo", "--otlp", url)
     printed = " ".join((result.out + result.err).split())
     assert SECRET not in printed

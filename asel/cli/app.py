@@ -26,7 +26,7 @@ from asel.cli.version import show_version
 
 __all__ = ["app", "run"]
 
-# No local variables in tracebacks: one of them may be a URL with a password.
+# No local variables in tracebacks: they may hold a URL with a password.
 app = typer.Typer(
     name="asel",
     pretty_exceptions_show_locals=False,
@@ -67,7 +67,7 @@ def _options(
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line, by default the process's own, and exit with its code."""
+    """Run a command line, by default `sys.argv`, and exit with its code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _run(given)
@@ -88,7 +88,7 @@ def _run(given: list[str]) -> None:
         arguments = [argument for argument in given if argument != "--debug"]
         code = app(args=arguments, prog_name="asel", standalone_mode=False)
     except typer.Abort:
-        problem("nothing was answered, so nothing was done")
+        problem("there was no answer, so nothing was done")
         raise SystemExit(FOUND_A_PROBLEM) from None
     except Exception as error:
         if debug:
@@ -98,12 +98,12 @@ def _run(given: list[str]) -> None:
 
 
 def _end_process(code: object) -> None:
-    """End the process here if a thread is still inside JAX, which aborts an interpreter that comes down around it."""
+    """End the process here if a thread is still inside JAX: a normal exit of the interpreter would abort."""
     threads = sys.modules.get("asel.runtime.threads")
     if threads is None or not threads.threads_are_busy():
         return
     atexit._run_exitfuncs()
-    with suppress(OSError, ValueError):  # nobody reads them any more
+    with suppress(OSError, ValueError):  # the reader may have closed them
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))

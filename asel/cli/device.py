@@ -9,7 +9,7 @@ __all__ = ["started_device"]
 
 
 def started_device() -> str:
-    """Return the device's fingerprint. The first call takes a second and reads files: not for the event loop.
+    """Return the device's fingerprint. The first call takes a second, so it must not run on the event loop.
 
     Raises:
         InvalidRequestError: JAX has no device.
@@ -22,5 +22,5 @@ def started_device() -> str:
         reason = f"{type(error).__name__}: {redact(error)}".removesuffix(": ")
         raise InvalidRequestError(
             f"JAX has no device to tune on: {reason}. "
-            "Install the JAX that fits this machine, or set JAX_PLATFORMS=cpu; `asel doctor` says more"
+            "Install the JAX that fits this machine, or set JAX_PLATFORMS=cpu; `asel doctor` has details"
         ) from error

@@ -1,4 +1,4 @@
-"""An error as one clear sentence, and its exit code."""
+"""Prints errors as one clear sentence each, and defines the exit codes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ __all__ = ["FAILED", "FOUND_A_PROBLEM", "INTERRUPTED", "problem", "report_error"
 FOUND_A_PROBLEM = 1
 """The exit code of a command that worked and found a problem."""
 FAILED = 2
-"""The exit code of a command that was used wrongly or could not do its work."""
+"""The exit code of a command that failed or was used wrongly."""
 INTERRUPTED = 130
-"""What shells expect of a program that Ctrl-C has ended."""
+"""The exit code that shells expect after Ctrl-C."""
 
 
 def report_error(error: Exception) -> int:
     """Print an error in one paragraph and return the exit code."""
-    if isinstance(error, BrokenPipeError):  # the reader, `head` perhaps, has enough
+    if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has ended
         sys.stderr.close()
         return FOUND_A_PROBLEM
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
-    if hasattr(error, "format_message"):  # typer's, of whichever class its version of click has
+    if hasattr(error, "format_message"):  # a usage error of typer, whose class depends on its version
         _report_usage(error)
     elif isinstance(error, AselError):
         problem(redact(error))
     elif isinstance(error, OSError):
         problem(_about_file(error))
     else:
-        problem(f"{type(error).__name__}: {redact(error)}. This is not expected; --debug shows where it happened.")
+        problem(f"{type(error).__name__}: {redact(error)}. This error is unexpected; --debug shows its traceback.")
     return FAILED
 
 
 def _report_usage(error: Any) -> None:
-    """Print a wrong option or argument; the help where a command was asked for nothing."""
+    """Print a wrong option or argument; if there are no arguments at all, print the help."""
     message = redact(error.format_message()).strip()
     if type(error).__name__ == "NoArgsIsHelpError":
         if message:
@@ -46,7 +46,7 @@ def _report_usage(error: Any) -> None:
     context = getattr(error, "ctx", None)
     command = "asel" if context is None else context.command_path
     end = "" if message.endswith(("?", ".")) else "."
-    problem(f"{message}{end} `{command} --help` shows what it takes")
+    problem(f"{message}{end} `{command} --help` shows the usage")
 
 
 def _about_file(error: OSError) -> str:

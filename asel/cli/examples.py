@@ -6,7 +6,7 @@ __all__ = ["examples"]
 
 
 def examples(*lines: str) -> str:
-    """Return an epilog that shows command lines as they are typed, each on a line of its own."""
+    """Return an epilog with example command lines."""
     return "\n\n".join(
         ["[bold]Examples[/bold]", *(f"[cyan]{line.replace('[', chr(92) + '[')}[/cyan]" for line in lines)]
     )

@@ -1,7 +1,7 @@
-"""Ctrl-C: ends the process at once outside of an event loop, and cancels what runs in one.
+"""Ctrl-C: cancels the tasks of a running event loop; without one, it ends the process immediately.
 
-Python's own `KeyboardInterrupt` is no way out while modules are imported: extension modules print its traceback and
-raise errors of their own instead.
+Python's `KeyboardInterrupt` does not end a process reliably while modules are imported: extension modules print its
+traceback and raise other errors instead.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import NoReturn, TypeVar, TypeVarTuple
 
-__all__ = ["end_at_once", "run_loop", "say_when_stopped"]
+__all__ = ["end_at_once", "run_loop", "set_stop_message"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _INTERRUPTED = 130
-"""What shells expect of a program that Ctrl-C has ended."""
+"""The exit code that shells expect after Ctrl-C."""
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-def end_at_once(said: str = "stopped") -> None:
-    """From now on, have Ctrl-C print this and end the process, unless an event loop runs.
+def end_at_once(message: str = "stopped") -> None:
+    """Make Ctrl-C print a message and end the process, except while an event loop runs.
 
-    A process that was started to ignore Ctrl-C, as shells do in the background, goes on ignoring it.
+    A process that was started with Ctrl-C ignored, as shells do in the background, continues to ignore it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         return  # only the main thread may set a handler
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
-        cursor = _SHOW_CURSOR if os.isatty(2) else ""  # a live display has hidden it
-        os.write(2, f"{cursor}asel: {said}\n".encode())
+        cursor = _SHOW_CURSOR if os.isatty(2) else ""  # a live display hides it
+        os.write(2, f"{cursor}asel: {message}\n".encode())
         os._exit(_INTERRUPTED)
 
-    end.said = said  # type: ignore[attr-defined]
+    end.message = message  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, end)
 
 
-def say_when_stopped(said: str) -> None:
-    """Have Ctrl-C print something else from now on, if it ends this process at once."""
-    if hasattr(signal.getsignal(signal.SIGINT), "said"):
-        end_at_once(said)
+def set_stop_message(message: str) -> None:
+    """Change the message of `end_at_once`, if it was called."""
+    if hasattr(signal.getsignal(signal.SIGINT), "message"):
+        end_at_once(message)
 
 
 def run_loop(function: Callable[[*Ts], Awaitable[T]], *args: *Ts, backend: str = "asyncio") -> T:
@@ -53,16 +53,16 @@ def run_loop(function: Callable[[*Ts], Awaitable[T]], *args: *Ts, backend: str =
     from asel.cli.errors import problem
 
     outside = signal.getsignal(signal.SIGINT)
-    said = getattr(outside, "said", None)
-    if said is None:
+    message = getattr(outside, "message", None)
+    if message is None:
         return anyio.run(function, *args, backend=backend)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return anyio.run(function, *args, backend=backend)
-    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # trio's is in a group, one for each task group
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:  # trio nests it in a group for each task group
         if isinstance(error, BaseExceptionGroup) and error.subgroup(KeyboardInterrupt) is None:
             raise
-        problem(said)
+        problem(message)
         raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGINT, outside)

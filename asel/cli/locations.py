@@ -1,4 +1,4 @@
-"""Which caches a command means: a directory, a document, a Redis URL, or the name of an operation."""
+"""Finds the caches of a command by location: a directory, a document, a Redis URL, or the name of an operation."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def cache_at(location: str | None) -> PersistentCache[Any]:
 def new_cache_at(location: str | None) -> PersistentCache[Any]:
     """Return the cache at a location that need not exist yet, for writing.
 
-    A path is a path here, a plain name as well, as `PersistentCache(path=...)` takes it.
+    Here a plain name is a path, too, as in `PersistentCache(path=...)`.
 
     Raises:
-        InvalidRequestError: there is no location, or its name means an operation's cache to the commands that read.
+        InvalidRequestError: there is no location, or it is also the name of an operation's cache.
     """
     from asel.stores.persistent_cache import default_root
 
@@ -93,14 +93,14 @@ def new_cache_at(location: str | None) -> PersistentCache[Any]:
 
 
 def cache_to_fill(location: str | None, op: str) -> PersistentCache[Any]:
-    """Return the cache for an operation's new records: at a location, or by default that of `PersistentCache(op)`."""
+    """Return the cache for an operation's new records: at a location, by default `PersistentCache(op)`."""
     from asel.stores.persistent_cache import PersistentCache
 
     return PersistentCache(re.sub(r"[^A-Za-z0-9._@+-]", "_", op)) if location is None else new_cache_at(location)
 
 
 def existing_folder(path: Path) -> Path:
-    """Return the folder that a cache at this path is written into, or the nearest one above that exists."""
+    """Return the folder for the files of a cache at this path, or its nearest existing parent."""
     folder = path if path.is_dir() else path.parent
     while not folder.exists():
         folder = folder.parent
@@ -108,7 +108,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Return why no file can be made in a folder; None if one can, which is tried."""
+    """Try to create a file in a folder; return the reason if that fails, otherwise None."""
     import tempfile
 
     try:
@@ -125,7 +125,7 @@ def _writable(location: str) -> PersistentCache[Any]:
 
 
 def _opened(location: str) -> PersistentCache[Any]:
-    """Return a cache that does not even move bad files aside: looking changes nothing."""
+    """Return a cache for reading, which does not even move bad files aside."""
     from asel.stores import open_store
     from asel.stores.persistent_cache import PersistentCache
 

@@ -1,7 +1,7 @@
 """Output of commands: tables and bars for people, JSON for scripts.
 
 On a terminal a table fits its width, and in a narrow window each row becomes a block of lines. Elsewhere a row is one
-line, however long, so that `grep` and `cut` work. Colours follow `NO_COLOR`.
+line of any length, so that `grep` and `cut` work. Colours follow `NO_COLOR`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.text import Text
 __all__ = ["NARROW", "bar", "console", "counted", "print_item", "print_json", "print_table", "spread_bar"]
 
 NARROW = 72
-"""Columns below which a table is printed as blocks of lines."""
+"""The width, in columns, below which a table is printed as blocks of lines."""
 _UNBOUNDED = 10_000
 
 
@@ -80,7 +80,7 @@ def _print_blocks(to: Console, names: Sequence[str], rows: Iterable[Sequence[str
 
 
 def bar(part: float, width: int, to: Console) -> str:
-    """Return a bar that fills `part` of `width`."""
+    """Return a bar whose length is the share `part` of `width`."""
     filled = round(max(0.0, min(1.0, part)) * width)
     return ("\u2588" if _has_blocks(to) else "#") * filled
 

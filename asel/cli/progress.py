@@ -1,4 +1,4 @@
-"""The state of running tunes: compiling candidates, samples, the leader."""
+"""The progress of tunes: compiling candidates, samples, the leader."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Tune:
 
 
 class TuneWatch:
-    """A sink that keeps the state of every tune. `look` adds the samples taken so far, of which there are no events."""
+    """A sink that keeps the state of every tune. `look` adds the samples so far, for which there are no events."""
 
     on_loop = True
 
@@ -108,7 +108,7 @@ class TuneWatch:
             _advance(tune, event)
 
     def look(self, selector: ConfigSelectorChain[Any, Any]) -> None:
-        """Add what the running tunes of a selector have measured so far. Safe in another thread: it only reads."""
+        """Add the samples so far of a selector's running tunes. Safe in another thread, because it only reads them."""
         for shared in selector._tunes.shared.in_flight:
             request, state, tune = shared.request, shared.state, self.tunes.get(shared.request.id)
             if tune is None:

@@ -28,13 +28,13 @@ def report(
     device: DeviceOption = None,
     png: Annotated[
         Path | None,
-        typer.Option("--png", help="Save the main plots into this directory, too. Needs the extra asel\\[plots]."),
+        typer.Option("--png", help="Also save the main plots in this directory. Needs the extra asel\\[plots]."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page with every key, its candidates and what tuning cost; exit with 1 if a record cannot be read.
+    """Write a page with every key, its candidates and the cost of tuning; exit with 1 if a record cannot be read.
 
-    It opens without a network.
+    The page needs no network.
     """
     from asel.cli.errors import FOUND_A_PROBLEM, problem
     from asel.cli.output import console, print_json
@@ -45,7 +45,7 @@ def report(
 
     entries, unreadable = read_entries(store, op, device)
     if not entries:
-        raise InvalidRequestError("no records to report on: `asel cache ls` lists what is there")
+        raise InvalidRequestError("no records to report on: `asel cache ls` lists the existing records")
     title = store or "the caches of this machine"
     page = report_page(entries, unreadable, title=title, created=time.time())
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 def open_store(location: Any, *, read_only: bool = False) -> Store:
     """Return the store at a location: a Redis or jax:// URL, a `*.json` document, a directory, or a store itself.
 
-    Nothing is read or made yet. In a directory that is `read_only`, even bad files stay where they are.
+    Nothing is read or created yet. In a directory that is `read_only`, even bad files stay in place.
 
     Raises:
         InvalidRequestError: it is none of these.
@@ -61,7 +61,7 @@ def open_store(location: Any, *, read_only: bool = False) -> Store:
             from asel.stores.jax_cluster import JaxClusterStore
 
             return JaxClusterStore(location)
-        # No message repeats it: misspelt, it may have its password in any part. pathlib makes one slash of two.
+        # No message repeats a misspelt URL: any part may hold the password. pathlib turns two slashes into one.
         if "://" in location or re.match(r"[\s'\"]*[a-z][a-z0-9+.-]+:/", location, re.IGNORECASE):
             scheme = re.match(r"[a-z][a-z0-9+.-]*(?=:/)", location, re.IGNORECASE)
             shown = f"{scheme[0]}://" if scheme else "this URL"
@@ -75,7 +75,7 @@ def open_store(location: Any, *, read_only: bool = False) -> Store:
         return DirectoryStore(location, read_only=read_only)
     if all(hasattr(location, method) for method in ("get", "put", "claim", "records", "delete")):
         return location  # type: ignore[no-any-return]
-    kind = type(location).__name__  # not its text: it may be a URL with a password
+    kind = type(location).__name__  # not the text, which may be a URL with a password
     raise InvalidRequestError(
         f"a {kind} is not a store; use a path, a redis:// URL as text, or an object with the Store protocol"
     )

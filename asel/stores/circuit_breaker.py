@@ -1,4 +1,4 @@
-"""A circuit breaker: after a failure a store is left alone for a while, longer each time."""
+"""A circuit breaker: after a failure, a store is not tried for a while, longer each time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from asel.stores.config_store import StoreQuery
 __all__ = ["CircuitBreaker", "timeout_error"]
 
 Operation = Literal["get", "put", "claim"]
-_FIRST_REST_S, _LONGEST_REST_S = 1.0, 30.0
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
 
 
 @dataclass(slots=True)
 class Outage:
-    """An operation that failed, and when it may be tried again."""
+    """The state of an operation that failed: why, its back-off, and the time of the next attempt."""
 
     why: str
-    rest_s: float
+    backoff_s: float
     until: float
     is_retrying: bool = False
 
@@ -37,9 +37,9 @@ class Outage:
 class CircuitBreaker:
     """Decides which operations of a store may be tried now, and reports outages and recoveries.
 
-    If reads fail, no operation is tried; if only writes or claims fail, reads go on. Once one operation works again,
-    the others may be tried at once. Recovery is reported when all of them work: a store that answers reads may still
-    refuse writes.
+    If reads fail, no operation is tried; if only writes or claims fail, reads continue. Once one operation works again,
+    the others may be tried immediately. Recovery is reported when all of them work: a store that answers reads may
+    still refuse writes.
     """
 
     def __init__(self, events: Dispatcher, on_change: Callable[[], object]) -> None:
@@ -51,17 +51,17 @@ class CircuitBreaker:
         self._since = 0.0
 
     def begin_attempt(self, operation: Operation) -> str | None:
-        """Begin an attempt and return None, or return why there can be none now.
+        """Begin an attempt and return None; if none is allowed now, return the reason.
 
-        After a rest, one caller at a time tries again. It has to call `end_attempt`.
+        After the back-off, one caller at a time tries again. It has to call `end_attempt`.
         """
         outage = self._outages.get("get") or self._outages.get(operation)
         if outage is None:
             return None
         if (left := outage.until - self._events.now()) > 0:
-            return f"the store failed ({outage.why}) and is tried again in {left:.1f} s"
+            return f"the store failed ({outage.why}), and the next attempt is in {left:.1f} s"
         if outage.is_retrying:
-            return f"the store failed ({outage.why}) and is being tried again"
+            return f"the store failed ({outage.why}), and another caller is trying it again"
         outage.is_retrying = outage is self._outages.get(operation)
         return None
 
@@ -72,11 +72,11 @@ class CircuitBreaker:
     def has_failed(self, operation: Operation) -> bool:
         return operation in self._outages
 
-    def rest_left_s(self) -> float:
+    def backoff_left_s(self) -> float:
         """Return the seconds until some operation may be tried again."""
         now, get = self._events.now(), self._outages.get("get")
         outages = self._outages.values() if get is None else [get]
-        left_s = (_FIRST_REST_S if outage.is_retrying else outage.until - now for outage in outages)
+        left_s = (_FIRST_BACKOFF_S if outage.is_retrying else outage.until - now for outage in outages)
         return max(0.0, min(left_s, default=0.0))
 
     @contextmanager
@@ -100,8 +100,8 @@ class CircuitBreaker:
     def note_failure(self, operation: Operation, error: Exception, query: StoreQuery[Any], start: float) -> None:
         now, before = self._events.now(), self._outages.get(operation)
         was_working = not self._outages
-        rest_s = _FIRST_REST_S if before is None else min(2 * before.rest_s, _LONGEST_REST_S)
-        self._outages[operation] = Outage(_text(error), rest_s, now + rest_s)
+        backoff_s = _FIRST_BACKOFF_S if before is None else min(2 * before.backoff_s, _LONGEST_BACKOFF_S)
+        self._outages[operation] = Outage(_text(error), backoff_s, now + backoff_s)
         if was_working:
             self._since = start
         kind = StoreFailed if was_working else StoreRetry
@@ -125,12 +125,12 @@ class CircuitBreaker:
             )
 
     def allow_all(self) -> None:
-        """End all rests, so that every operation may be tried at once."""
+        """End every back-off, so that every operation may be tried immediately."""
         for outage in self._outages.values():
             outage.until, outage.is_retrying = self._events.now(), False
 
     def end_attempt(self, operation: Operation) -> None:
-        """Let another caller try, in case this one was cancelled before there was an answer."""
+        """Allow other callers to try, in case this one was cancelled before there was an answer."""
         if (outage := self._outages.get(operation)) is not None:
             outage.is_retrying = False
 

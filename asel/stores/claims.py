@@ -23,9 +23,9 @@ from asel.stores.protocol import Claim
 
 __all__ = ["Claims"]
 
-# How long a waiter retries a failing store before it tunes by itself: enough for a Redis to restart.
+# How long a waiter retries a failing store before it tunes by itself: long enough for a restart of Redis.
 _PATIENCE_S = 5.0
-# Pauses between those retries. The holder renews its claim as soon as the store is back; the first pause lets it.
+# Pauses between those retries. The first is long enough for the holder to renew its claim when the store is back.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0
 
 
@@ -53,8 +53,8 @@ class Claims(Generic[Cfg]):
         self, query: StoreQuery[Cfg], wait_s: float, on_held_elsewhere: Callable[[], object], anew: bool
     ) -> AsyncIterator[Claim]:
         claim, block, start = Claim(), AsyncExitStack(), self._events.now()
-        # One deadline, moved on as the claim is sought, held and given back. Its scope is the outermost, so that it
-        # also bounds what the store does on entering and leaving its block.
+        # One deadline, moved as the claim is taken, held and released. Its scope is the outermost, so that it also
+        # limits the time for entering and leaving the store's block.
         scope = block.enter_context(anyio.CancelScope())
         if self._store.has_claims and self._breaker.begin_attempt("claim") is None:
             try:
@@ -84,7 +84,7 @@ class Claims(Generic[Cfg]):
         try:
             with ordinary_errors("the store"):
                 await block.__aexit__(*sys.exc_info())
-        except Exception as error:  # it ends with this process at the latest
+        except Exception as error:  # the claim ends with this process at the latest
             self._breaker.note_failure("claim", error, query, start)
         if scope.cancelled_caught and not was_late:
             self._breaker.note_failure("claim", timeout_error(self._timeout_s), query, start)
@@ -98,7 +98,7 @@ class Claims(Generic[Cfg]):
         on_held_elsewhere: Callable[[], object],
         anew: bool,
     ) -> Claim:
-        """Try once without waiting; then wait for the process that holds it, and retry if the store fails meanwhile."""
+        """Try once without waiting; then wait for the process that holds the claim, and retry if the store fails."""
         async with AsyncExitStack() as attempt:
             async with self._limiter.slot():
                 scope.deadline = anyio.current_time() + self._timeout_s
@@ -137,7 +137,7 @@ class Claims(Generic[Cfg]):
         self._events(ClaimWait(key=key, start=start, end=now, waited_s=now - start, outcome=outcome))
 
     async def probe(self, query: StoreQuery[Cfg]) -> None:
-        """Take and return a claim that no other process wants, to see whether claims work again."""
+        """Take and release a claim that no other process wants, to find out whether claims work again."""
         start = self._events.now()
         error: Exception = timeout_error(self._timeout_s)
         try:

@@ -52,16 +52,16 @@ class Codec(Generic[Cfg]):
         """Return the JSON value of a config.
 
         Raises:
-            InvalidRequestError: it has none, or would not come back equal.
+            InvalidRequestError: it has none, or it would not be equal when it is read again.
         """
         try:
-            value = strict_json.loads(strict_json.dumps(self._spelt(cfg)))
+            value = strict_json.loads(strict_json.dumps(self._json_value(cfg)))
             back = cfg if self._adapter is None or self._loader is not None else self.load(value)
             fits = type(back) is type(cfg) and bool(back == cfg)
-        except Exception as error:  # a dumper is the user's own, and may raise anything
+        except Exception as error:  # a user's dumper may raise anything
             raise self._cannot_be_stored(cfg, error) from error
         if not fits:
-            raise self._cannot_be_stored(cfg, f"it would come back as {_shown(back)}")
+            raise self._cannot_be_stored(cfg, f"it would be read again as {_shown(back)}")
         return value
 
     def _cannot_be_stored(self, cfg: Any, why: object) -> InvalidRequestError:
@@ -81,26 +81,26 @@ class Codec(Generic[Cfg]):
         """
         if self._adapter is not None or self._loader is not None:
             return self.load
-        known: dict[str, list[Cfg]] = {}
+        by_json: dict[str, list[Cfg]] = {}
         kinds: dict[type, None] = {}
         for cfg in among:
             kinds[type(cfg)] = None
             with suppress(InvalidRequestError):
-                known.setdefault(strict_json.dumps(self.dump(cfg)), []).append(cfg)
+                by_json.setdefault(strict_json.dumps(self.dump(cfg)), []).append(cfg)
 
         def read(value: Any) -> Cfg:
-            found = known.get(strict_json.dumps(value), [])
+            found = by_json.get(strict_json.dumps(value), [])
             if len(found) > 1:
                 one, other = map(_shown, found[:2])
                 raise RecordError(
-                    f"it may be {one} or {other}; a PersistentCache with a dumper and a loader can tell them apart"
+                    f"it may be {one} or {other}; a PersistentCache with a dumper and a loader can distinguish them"
                 )
             return found[0] if found else self._as_one_of(tuple(kinds), value)
 
         return read
 
     def _as_one_of(self, kinds: tuple[type, ...], value: Any) -> Cfg:
-        """Return a value as the first of some types that it fits; unchanged, if one of them cannot be read."""
+        """Return a value as the first of some types that it fits; unchanged if pydantic cannot read one of them."""
         first: RecordError | None = None
         for kind in kinds:
             adapter = _adapter_of(kind)
@@ -114,23 +114,23 @@ class Codec(Generic[Cfg]):
             raise first
         return value  # type: ignore[no-any-return]
 
-    def _spelt(self, cfg: Cfg) -> Any:
+    def _json_value(self, cfg: Cfg) -> Any:
         if self._dumper is not None:
             return self._dumper(cfg)
         if self._adapter is None and not dataclasses.is_dataclass(cfg) and not isinstance(cfg, BaseModel | Enum):
-            return cfg  # a plain JSON value, or nothing we know
+            return cfg  # a plain JSON value; anything else is refused when it is dumped
         return _jsonable(cfg)
 
     def load(self, value: Any) -> Cfg:
         """Return the config of a JSON value.
 
         Raises:
-            RecordError: it does not fit; the message says which field.
+            RecordError: it does not fit; the message names the field.
         """
         if self._loader is not None:
             try:
                 return self._loader(value)
-            except Exception as error:  # the user's own, which may raise anything
+            except Exception as error:  # a user's loader may raise anything
                 raise RecordError(f"the loader refused it: {type(error).__name__}: {redact(error)}") from error
         if self._adapter is None:
             return value  # type: ignore[no-any-return]
@@ -144,7 +144,7 @@ class Codec(Generic[Cfg]):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise RecordError(f"{_path(first['loc'])}: {first['msg']}") from error
-        except Exception as error:  # validators and __post_init__ are the user's own, too
+        except Exception as error:  # validators and __post_init__ may raise anything, too
             raise RecordError(f"the config type refused it: {type(error).__name__}: {redact(error)}") from error
         if lost is not None:
             raise RecordError(f"{_path(lost)}: the config type has no such field")
@@ -172,7 +172,7 @@ def _adapter_of(kind: type) -> TypeAdapter[Any] | None:
 def _shown(cfg: Any) -> str:
     try:
         return repr(cfg)
-    except Exception:  # a huge int has no repr, and a config's own may raise
+    except Exception:  # a huge int has no repr, and a config's own repr may raise
         return f"a {type(cfg).__name__}"
 
 
@@ -184,16 +184,16 @@ def _path(where: tuple[int | str, ...]) -> str:
     return ".".join(map(str, where)) or "the config"
 
 
-def _lost(value: Any, known: Any, where: tuple[int | str, ...] = ()) -> tuple[int | str, ...] | None:
-    """Return the first field of `value` that `known` does not have."""
-    if isinstance(value, dict) and isinstance(known, dict):
+def _lost(value: Any, kept: Any, where: tuple[int | str, ...] = ()) -> tuple[int | str, ...] | None:
+    """Return the path of the first field of `value` that `kept` does not have."""
+    if isinstance(value, dict) and isinstance(kept, dict):
         for name, inner in value.items():
-            if name not in known:
+            if name not in kept:
                 return (*where, name)
-            if (lost := _lost(inner, known[name], (*where, name))) is not None:
+            if (lost := _lost(inner, kept[name], (*where, name))) is not None:
                 return lost
-    if isinstance(value, list) and isinstance(known, list):
-        for index, (inner, other) in enumerate(zip(value, known, strict=False)):
+    if isinstance(value, list) and isinstance(kept, list):
+        for index, (inner, other) in enumerate(zip(value, kept, strict=False)):
             if (lost := _lost(inner, other, (*where, index))) is not None:
                 return lost
     return None
@@ -203,7 +203,7 @@ def _lost(value: Any, known: Any, where: tuple[int | str, ...] = ()) -> tuple[in
 
 
 def _dtype_name(value: Any) -> str:
-    # numpy makes a dtype of anything that has one, so the number np.int64(128) would be "int64", and of any class.
+    # np.dtype accepts anything with a dtype, and any class: the number np.int64(128) would become "int64".
     if isinstance(value, np.dtype | type):
         with suppress(TypeError):
             dtype: np.dtype[Any] = np.dtype(value)
@@ -213,7 +213,7 @@ def _dtype_name(value: Any) -> str:
 
 
 def _readable(hint: Any) -> Any:
-    """Return a type as pydantic can read it: with dtypes by name, wherever in it they are."""
+    """Return a type that pydantic can read, in which dtypes are given by name."""
     return _with_dtypes(hint) if _mentions_dtype(hint) else hint
 
 
@@ -252,7 +252,7 @@ def _with_dtypes(hint: Any) -> Any:
         return Annotated[mirror, AfterValidator(lambda facts: hint(**facts))]
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        if any(map(_is_dtype, args)):  # as in DTypeLike: whatever else may name a dtype, a dtype comes back
+        if any(map(_is_dtype, args)):  # as in DTypeLike, whose other types name dtypes: all are read as dtypes
             args = tuple(arg for arg in args if _is_dtype(arg) or arg is type(None))
         return functools.reduce(operator.or_, map(_with_dtypes, args))
     if origin is Annotated:

@@ -68,19 +68,19 @@ class ConfigStore(Protocol[Cfg]):
         """Return the best record for a query."""
 
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
-        """Store a tune's result and return what is stored: another process's, if that was first."""
+        """Store a tune's result and return the stored config: another process's, if that was first."""
 
     def claim(self, query: StoreQuery[Cfg], wait_s: float, anew: bool) -> AbstractAsyncContextManager[Claim]:
-        """Hold the right to tune among all processes that share the store; with `anew`, even if a record is there."""
+        """Hold the right to tune among all processes that share the store; with `anew`, even if there is a record."""
 
     def read(self, record: Record, query: StoreQuery[Cfg]) -> Stored[Cfg] | None:
         """Return the config of a record that came with a claim; None if it cannot be used."""
 
     async def reports(self, query: StoreQuery[Cfg]) -> list[TuneReport[Cfg]]:
-        """Return the reports of all tunes of a key, whatever their candidates."""
+        """Return the reports of all tunes of a key, with any candidates."""
 
     async def withdraw(self, stored: Stored[Cfg]) -> bool:
-        """Remove a record that was found, if it is still the one that is stored; return whether it did."""
+        """Remove a record that was found, unless another has replaced it; return whether it was removed."""
 
     def rejections_to(self, listener: Callable[[Rejected], object]) -> AbstractAsyncContextManager[object]:
         """Call `listener` with each record that has to be rejected, while the block runs."""
@@ -145,14 +145,14 @@ class _LoadSaveStore(ConfigStoreDefaults[Cfg]):
 
 def _checked(stored: Any) -> Stored[Any]:
     if not isinstance(stored, Stored):
-        raise TypeError(f"the store answered {stored!r}, which is not a Stored")
+        raise TypeError(f"the store returned {stored!r}, which is not a Stored")
     return stored
 
 
 class _GetPutStore(ConfigStoreDefaults[Cfg]):
     """A cache with `get` and `put`, awaitable or not, such as ejKernel's own PersistentCache.
 
-    It has no checksums, so its config for a key counts as it is. Blocking methods run in a thread.
+    It has no checksums, so its config for a key is used unchecked. Blocking methods run in a thread.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -170,7 +170,7 @@ class _GetPutStore(ConfigStoreDefaults[Cfg]):
 async def _call(method: Any, *args: Any) -> Any:
     if inspect.iscoroutinefunction(method):
         return await method(*args)
-    # Our own threads, because one of those can be left behind when it takes too long.
+    # Our own threads, because a call that takes too long can be abandoned in one.
     result = await run_in_thread(f"asking {type(getattr(method, '__self__', method)).__name__}", partial(method, *args))
     return await result if inspect.isawaitable(result) else result
 
@@ -187,5 +187,5 @@ def as_config_store(persistent: Any) -> ConfigStore[Any] | None:
         return _LoadSaveStore(persistent)
     if hasattr(persistent, "get") and hasattr(persistent, "put"):
         return _GetPutStore(persistent)
-    kind = type(persistent).__name__  # not its text: it may be a URL with a password
+    kind = type(persistent).__name__  # not the text, which may be a URL with a password
     raise InvalidRequestError(f"persistent: a {kind} has neither get and put nor load and save; use a PersistentCache")

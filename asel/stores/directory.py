@@ -1,12 +1,12 @@
-"""A directory with one file a record: the default.
+"""A directory with one file for each record: the default.
 
     root/schema-2/ab/<address>.json      records, spread by the first two digits of their key's digest
     root/claims/<address>.schema-2.lock  held while a key is tuned
     root/set-aside/                      the newest of the files that could not be read
 
-A put touches one file, however many there are. Other processes' records are found as soon as they are
-linked into place, because nothing is read ahead. Versions of asel with another record format have records and
-claims of their own beside these, and none touches another's.
+A put writes one file, in a directory of any size. Other processes' records are found as soon as they are
+linked into place, because nothing is read ahead. Versions of asel with another record format have their own records
+and claims beside these, and no version touches another's.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from asel.kernels.keys import CacheKey
 from asel.redaction import redact
 from asel.stores.file_claims import file_claim, lock_files, remove_stale_locks
 from asel.stores.file_ops import (
-    FoundFile,
+    HeldFile,
     NotAFileError,
-    alone_in,
     create,
+    directory_lock,
     held_file,
     in_thread,
     opened,
@@ -53,7 +53,7 @@ __all__ = ["DirectoryStore"]
 
 R = TypeVar("R", bound=Addressed)
 
-# Changes that a thread makes in one go; more would keep the event loop waiting for the interpreter.
+# Changes that a thread makes at a time; more would keep the event loop waiting for the GIL.
 _WRITE_BATCH = 16
 _TRIES = 8
 
@@ -101,7 +101,7 @@ class DirectoryStore(StoreDefaults):
 
     async def _make(self, changes: Callable[[], Sequence[Change]]) -> list[Changed]:
         if self.read_only:
-            raise StoreError(f"{self.location} is only read", location=self.location)
+            raise StoreError(f"{self.location} is read-only", location=self.location)
         rejected: list[Rejected] = []
         try:
             return await in_thread(self.location, "writing to", lambda: self._apply(changes(), rejected))
@@ -145,7 +145,7 @@ class DirectoryStore(StoreDefaults):
                     yield batch
 
     async def stats(self) -> StoreStats:
-        """Return how full the directory is, and remove the temporary files of dead writers on the way."""
+        """Return the numbers of files by kind, and remove temporary files of dead writers and stale lock files."""
         return await in_thread(self.location, "looking through", self._stats)
 
     # In a thread. Reading:
@@ -188,7 +188,7 @@ class DirectoryStore(StoreDefaults):
     ) -> R | Rejected | None:
         """Return the record in a file, parsed with `parse`; a bad file is set aside.
 
-        Another version's record stays, unless it is `in_the_way` of a put: no version of asel writes under our names.
+        A record of another version stays, unless it is `in_the_way` of a put: no version writes to another's names.
         """
         reject = partial(self._reject, directory, shard, name, None if address is None else address.key)
         try:
@@ -209,7 +209,7 @@ class DirectoryStore(StoreDefaults):
             return Rejected(self._where(shard, name), str(error), None if address is None else address.key)
 
     def _reject(
-        self, directory: int, shard: str, name: str, key: CacheKey | None, judged: FoundFile | None, reason: str
+        self, directory: int, shard: str, name: str, key: CacheKey | None, judged: HeldFile | None, reason: str
     ) -> Rejected | None:
         where = self._where(shard, name)
         if not self.read_only:
@@ -217,9 +217,9 @@ class DirectoryStore(StoreDefaults):
                 with opened(self.root) as root:
                     aside = set_aside(name, directory, judged, root)
             except FileNotFoundError:
-                return None  # another reader was first, and reports it
+                return None  # another reader was first and reports it
             except OSError:
-                pass  # it cannot be moved, so every read reports it
+                pass  # it cannot be moved, so each read reports it
             else:
                 if aside is None:  # a good record has taken its place
                     return None
@@ -247,7 +247,7 @@ class DirectoryStore(StoreDefaults):
                     sweep(filter(is_temporary, names), directory)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except PermissionError as error:  # another user's private directory; the others are still listed
+        except PermissionError as error:  # another user's private directory; other directories are still listed
             return Rejected(self._where(shard, ""), str(error), key)
         return [name for name in names if name.endswith(".json") and name.startswith(start) and not is_temporary(name)]
 
@@ -285,7 +285,7 @@ class DirectoryStore(StoreDefaults):
             except FileNotFoundError:
                 if puts:
                     raise
-                done = [Changed("", False)] * len(together)  # there is nothing to delete
+                done = [Changed("", False)] * len(together)  # nothing to delete
             results += done
         return results
 
@@ -298,13 +298,13 @@ class DirectoryStore(StoreDefaults):
             overwrite(name, contents, directory, sync=False)
             return Changed(change.line, True)
         for _ in range(_TRIES):
-            # Read before writing: creating a file only to find that there is one costs a sync of the disk.
+            # Read before writing: a file that is created in vain costs a sync of the disk.
             found = self._read_in(directory, shard, name, Record.from_json, change.address, in_the_way=True)
             if isinstance(found, Record):
                 return Changed(found.line(), False)
             if found is not None:
                 rejected.append(found)
-                if found.where == self._where(shard, name):  # it could not be moved, and will not be next time
+                if found.where == self._where(shard, name):  # it could not be moved, so trying again is useless
                     break
             if create(name, contents, directory, sync=False):
                 return Changed(change.line, True)
@@ -315,7 +315,7 @@ class DirectoryStore(StoreDefaults):
 
 
 def _by_shard(changes: Sequence[Change]) -> list[int]:
-    """Return the numbers of changes, with those of one directory together."""
+    """Return the indexes of the changes, grouped by directory."""
     shards = [_shard_and_name(change.address)[0] for change in changes]
     return sorted(range(len(changes)), key=shards.__getitem__)
 
@@ -325,10 +325,10 @@ def _shard_and_name(address: Address) -> tuple[str, str]:
 
 
 def _delete(directory: int, change: Change) -> bool:
-    """Compare and delete as one step: the record cannot be replaced in between."""
+    """Compare and delete in one step, so that the record cannot be replaced in between."""
     _, name = _shard_and_name(change.address)
     try:
-        with alone_in(directory):
+        with directory_lock(directory):
             if change.expected:
                 with held_file(name, directory) as file:
                     if not change.expects(file.read().decode(errors="replace")):

@@ -2,7 +2,7 @@
 
 Every write takes the lock beside the file, reads the current records, adds its own and replaces the
 file in one step; concurrent puts of this process are written together. Lines that cannot be read
-are left out of the next version, and a copy of the document as it was is kept beside it. A document behind
+are left out of the next version, and a copy of the old version is kept beside it. A document behind
 a link can be read but not written.
 """
 
@@ -44,10 +44,10 @@ class _Batch:
 
 
 class DocumentStore(StoreDefaults):
-    """Keeps all records in one JSON file. A put rewrites it: meant for hundreds of records, not for a fleet.
+    """Keeps all records in one JSON file. Each put rewrites it: meant for hundreds of records, not for a fleet.
 
-    One user's processes write it; others may read it. In a directory that anybody may write to, a document counts only
-    if it belongs to us, to the directory's owner or to root.
+    The processes of one user write it; others may read it. In a world-writable directory, a document is used only
+    if it belongs to this user, to the directory's owner or to root.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -55,7 +55,7 @@ class DocumentStore(StoreDefaults):
         self.path = Path(path).expanduser().absolute()
         self.on_rejected: Callable[[Rejected], object] = log_rejected
         self._file = DocumentFile(self.path)
-        # Of each event loop: the batch that is being gathered, and the turn to write.
+        # For each event loop: the batch that collects changes, and a lock for the writer.
         self._next: RunVar[_Batch | None] = RunVar("asel_document_batch")
         self._turn: RunVar[anyio.Lock] = RunVar("asel_document_turn")
 
@@ -81,7 +81,7 @@ class DocumentStore(StoreDefaults):
         return changed.done
 
     async def apply(self, changes: Sequence[Change]) -> list[Changed]:
-        """Make many changes in one rewrite, together with those that come while another batch is being written."""
+        """Make many changes in one rewrite, together with others that arrive while another batch is being written."""
         batch = self._next.get(None)
         if batch is None:
             self._next.set(batch := _Batch())
@@ -108,7 +108,7 @@ class DocumentStore(StoreDefaults):
             yield await in_thread(self.location, "reading", lambda: [*map(RecordLine.parse, batch)])  # noqa: B023
 
     async def stats(self) -> StoreStats:
-        """Return how full the document is, and remove the temporary files of dead writers on the way."""
+        """Return the numbers of records, copies and locks, and remove stale lock files."""
         return await self._in_thread("looking at", self._stats)
 
     async def _in_thread(self, what: str, work: Callable[[], T]) -> T:

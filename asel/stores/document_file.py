@@ -22,7 +22,7 @@ import filelock
 from asel.errors import StoreError
 from asel.redaction import redact
 from asel.stores.document_format import Contents, compose, parse
-from asel.stores.file_ops import FoundFile, NotAFileError, create, held_file, opened, overwrite, require_posix, sizes_in
+from asel.stores.file_ops import HeldFile, NotAFileError, create, held_file, opened, overwrite, require_posix, sizes_in
 from asel.stores.leftovers import trim
 from asel.stores.protocol import Change, Changed, StoreStats
 from asel.stores.records import Address, RecordError, Rejected
@@ -36,15 +36,15 @@ _UNCHANGED = Changed("", False)
 
 @dataclass(slots=True)
 class PendingChange:
-    """A put or a deletion on its way into the file, and its result."""
+    """A put or a deletion that is not yet in the file, and its result."""
 
     asked: Change
     result: Changed = _UNCHANGED
 
     def apply(self, lines: dict[Address, bytes]) -> bool:
-        """Change the lines; return whether there was something to change.
+        """Change the lines; return whether that changed anything.
 
-        It may have been made already, by a task that was cancelled before it could report that.
+        A task that was cancelled before it could report its result may have made the change already.
         """
         asked, line = self.asked, self.asked.line.encode()
         stored = lines.get(asked.address)
@@ -62,7 +62,7 @@ class PendingChange:
 
 
 class _Seen(NamedTuple):
-    """The contents of the file when it was last read, and its version then."""
+    """The version and the contents of the file when it was last read."""
 
     version: tuple[int, ...] | None
     contents: Contents
@@ -84,7 +84,7 @@ class DocumentFile:
         return f"DocumentFile({redact(self.path)!r})"
 
     def read(self) -> Contents:
-        """Return what the document holds, read again if the file has changed."""
+        """Return the contents of the document, read again if the file has changed."""
         try:
             with opened(self.path.parent) as directory:
                 follow = _is_link_to_follow(self.path.name, directory)
@@ -102,9 +102,9 @@ class DocumentFile:
             self._seen = _Seen(None, Contents(rejected=[bad]))
             return Contents()
 
-    def _parse(self, file: FoundFile) -> _Seen:
-        known = {line: address for address, line in self._seen.contents.lines.items()}
-        self._seen = seen = _Seen(file.version, parse(file.read(_MAX_BYTES), str(self.path), known))
+    def _parse(self, file: HeldFile) -> _Seen:
+        checked = {line: address for address, line in self._seen.contents.lines.items()}
+        self._seen = seen = _Seen(file.version, parse(file.read(_MAX_BYTES), str(self.path), checked))
         self.unreported.extend(seen.contents.rejected)
         return seen
 
@@ -113,13 +113,13 @@ class DocumentFile:
             self._write_alone(changes, directory)
 
     def _write_alone(self, changes: Sequence[PendingChange], directory: int) -> None:
-        """Merge the changes into the file as it is now.
+        """Merge the changes into the current file.
 
-        The file is opened once, after the lock was taken: a link planted meanwhile is not followed, and the file that
-        is read, copied and replaced is one and the same.
+        The file is opened once, after the lock was taken: a link planted meanwhile is not followed, and the same file
+        is read, copied and replaced.
         """
         with ExitStack() as stack:
-            file: FoundFile | None = None
+            file: HeldFile | None = None
             try:
                 file = stack.enter_context(held_file(self.path.name, directory))
                 _refuse_strangers(file, directory)
@@ -129,8 +129,8 @@ class DocumentFile:
                 raise StoreError(f"{self.path} is not written: {error}", location=str(self.path)) from error
             self._merge(changes, directory, file)
 
-    def _merge(self, changes: Sequence[PendingChange], directory: int, file: FoundFile | None) -> None:
-        seen = self._seen  # taken once: a reader in another thread may set it to an older state at any moment
+    def _merge(self, changes: Sequence[PendingChange], directory: int, file: HeldFile | None) -> None:
+        seen = self._seen  # read once: a reader in another thread may set it to an older state at any moment
         if file is None:
             seen = _NOTHING
         elif file.version != seen.version:
@@ -148,12 +148,12 @@ class DocumentFile:
         with held_file(self.path.name, directory) as written:
             self._seen = _Seen(written.version, contents)
 
-    def _keep_a_copy(self, directory: int, file: FoundFile) -> None:
-        """Keep a copy of the document as it is, before the next version leaves out its bad lines."""
+    def _keep_a_copy(self, directory: int, file: HeldFile) -> None:
+        """Keep a copy of the document before the next version leaves out its bad lines."""
         contents, copies = file.read(_MAX_BYTES), self._copies(directory)
         newest = max(copies, default=-1)
         if newest >= 0 and self._is_copy(newest, contents, directory):
-            return  # made for an earlier attempt to write, which failed
+            return  # made by an earlier attempt to write, which failed
         write = partial(create, contents=contents, directory=directory, temporary=temporary_name(self.path), like=file)
         while not write(self._copy(newest + 1)):
             newest += 1
@@ -176,7 +176,7 @@ class DocumentFile:
         return [int(match[1]) for match in found if match is not None]
 
     def stats(self) -> StoreStats:
-        """Return how full the document is, but for the locks of claims."""
+        """Return the numbers of records and copies, without the locks of claims."""
         contents = self.read()
         try:
             with opened(self.path.parent) as directory:
@@ -196,18 +196,16 @@ class DocumentFile:
 
 
 def _is_link_to_follow(name: str, directory: int) -> bool:
-    """Tell whether it is a link made by a trusted user: this one, the directory's owner or root."""
+    """Return whether it is a link made by a trusted user: this user, the directory's owner or root."""
     facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
     return stat.S_ISLNK(facts.st_mode) and facts.st_uid in (os.geteuid(), os.fstat(directory).st_uid, 0)
 
 
-def _refuse_strangers(file: FoundFile, directory: int) -> None:
-    """Refuse a file that another user may have planted in a directory that anybody may write to."""
+def _refuse_strangers(file: HeldFile, directory: int) -> None:
+    """Refuse a file that another user may have planted in a world-writable directory."""
     place = os.fstat(directory)
     if place.st_mode & stat.S_IWOTH and file.facts.st_uid not in (os.geteuid(), place.st_uid, 0):
-        raise NotAFileError(
-            f"it belongs to another user ({file.facts.st_uid}) in a directory that anybody may write to"
-        )
+        raise NotAFileError(f"it belongs to another user ({file.facts.st_uid}), and the directory is world-writable")
 
 
 @contextmanager
@@ -227,7 +225,7 @@ def document_lock(path: Path) -> Iterator[None]:
 
 
 def temporary_name(path: Path) -> str:
-    """Return the name the next version is written under: with one writer at a time, a dead one leaves one file."""
+    """Return the name of the file for the next version. It is always the same, so dead writers leave at most one."""
     return f".{path.name}.tmp"
 
 
@@ -235,7 +233,7 @@ def write_document(path: Path, pieces: Iterable[bytes]) -> None:
     """Replace a whole document, with the permissions of the file that it replaces."""
     require_posix(f"exporting to {path}")
     with opened(path.parent, make=True) as directory, document_lock(path), ExitStack() as stack:
-        before: FoundFile | None = None
+        before: HeldFile | None = None
         with suppress(FileNotFoundError, NotAFileError):  # a link itself is replaced, not its target
             before = stack.enter_context(held_file(path.name, directory))
         overwrite(path.name, pieces, directory, temporary=temporary_name(path), like=before)

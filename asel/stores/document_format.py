@@ -5,8 +5,8 @@
     {...}
     ]}
 
-Each line stands for itself: damage to one costs no other. Lines of other versions of the format are kept
-as they are. A document that was reformatted can be read as well.
+Each line can be read alone: damage to one affects no other. Lines of other versions of the format are kept
+unchanged. A document that was reformatted can be read as well.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Key = TypeVar("Key", bound=tuple[Any, ...])
 FOOTER = b"\n]}\n"
 # Joining this much takes a tenth of a millisecond, and writing it one call.
 _PIECE_BYTES = 1 << 18
-# A document that does not begin as ours do has to be read as a whole.
+# The largest document that is read as a whole, because it does not begin as asel's documents do.
 _MAX_WHOLE_BYTES = 256 << 20
-# Within these, a document's header ends.
+# The largest header of a document.
 _MAX_HEADER_BYTES = 1 << 12
 _HEADER = re.compile(rb'\{"asel": ?[0-9]+, ?"records": ?\[')
 _RECORD_START = re.compile(rb'\{\s*"asel"\s*:\s*[0-9]+\s*,(?!\s*"records")')
@@ -120,7 +120,7 @@ def in_pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def in_order(keys: Iterable[Key]) -> Iterator[Key]:
-    """Give keys sorted, once all were read. One sort of tens of thousands would hold the interpreter lock for long."""
+    """Give keys in order, after reading them all. Sorting tens of thousands at once would hold the GIL for too long."""
     left = iter(keys)
     runs = []
     while run := sorted(islice(left, 512)):
@@ -128,13 +128,13 @@ def in_order(keys: Iterable[Key]) -> Iterator[Key]:
     return heapq.merge(*runs)
 
 
-def parse(document: bytes, where: str, known: Mapping[bytes, Address]) -> Contents:
-    """Return the contents of a document; lines `known` from an earlier reading are not checked again."""
+def parse(document: bytes, where: str, checked: Mapping[bytes, Address]) -> Contents:
+    """Return the contents of a document; lines that were `checked` before are not checked again."""
     contents, found = Contents(), Found()
     with io.BytesIO(document) as lines:
         if is_header(first := lines.readline(MAX_BYTES)):
             for number, text in bare_lines(lines, 2):
-                if (address := known.get(text)) is not None:
+                if (address := checked.get(text)) is not None:
                     contents.lines[address] = text
                 else:
                     _read_line(number, text, where, found)
@@ -146,17 +146,17 @@ def parse(document: bytes, where: str, known: Mapping[bytes, Address]) -> Conten
 
 
 def is_header(line: bytes) -> bool:
-    """Tell whether a document begins as ours do, and has a record a line."""
+    """Return whether this is the first line of a document that has a record on each line, as asel writes it."""
     return _HEADER.fullmatch(line.strip()) is not None
 
 
 def read_reformatted(begin: bytes, file: IO[bytes], where: str) -> Iterator[Found]:
-    """Read a document that was reformatted, or whose first line is damaged, a few records at a time if possible.
+    """Read a document that was reformatted or has a damaged first line, a few records at a time if possible.
 
-    It is `begin` and the rest of the file.
+    The document is `begin` and the rest of the file.
 
     Raises:
-        RecordError: it has to be read as a whole, and is too large for that.
+        RecordError: it would have to be read as a whole, and is too large.
     """
     begin += file.read(max(0, _MAX_HEADER_BYTES - len(begin)))
     stream = RecordStream(begin, file)
@@ -229,7 +229,7 @@ def bare_lines(lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, by
 
 
 def read_lines(lines: Iterable[tuple[int, bytes]], where: str) -> Found:
-    """Read bare lines, each for itself."""
+    """Read bare lines, each on its own."""
     found = Found()
     for number, text in lines:
         _read_line(number, text, where, found)
@@ -246,7 +246,7 @@ def _read_line(number: int, text: bytes, where: str, found: Found) -> None:
 
 
 def _recover(text: bytes, found: Found) -> bool:
-    """Read the records of a line whose ends are damaged, or of lines that became one; tell if none is lost."""
+    """Read the records of a damaged line, or of lines that were joined; return whether all of them could be read."""
     pieces, lost = list(_pieces(text)), False
     for piece in pieces:
         try:
@@ -257,7 +257,7 @@ def _recover(text: bytes, found: Found) -> bool:
 
 
 def _pieces(text: bytes) -> Iterator[str]:
-    """Give each part of a text that begins as a record does, up to where its JSON ends."""
+    """Give each part of a text that begins like a record, up to the end of its JSON."""
     starts = [match.start() for match in _RECORD_START.finditer(text)]
     for start, end in pairwise([*starts, len(text)]):
         piece = text[start:end].decode(errors="replace")

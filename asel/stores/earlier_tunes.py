@@ -12,9 +12,9 @@ from asel.stores.summaries import RecordSummary
 
 __all__ = ["TuneIndex"]
 
-# Per kernel. A model of log-time needs tens of tunes, and reading one record takes a tenth of a millisecond.
+# For each kernel. The model of a search needs tens of tunes, and reading one record takes a tenth of a millisecond.
 MAX_TUNES = 64
-# How long a listing of the store counts as complete. Other processes' tunes are found with the next one.
+# How long a listing of the store counts as complete. Other processes' tunes are found by the next listing.
 _FRESH_S = 60.0
 
 _Kernel = tuple[str, str, str]
@@ -25,7 +25,7 @@ class TuneIndex:
     """The addresses of the newest tunes of each kernel, device and environment."""
 
     _tunes: dict[_Kernel, dict[Address, float]] = field(default_factory=dict)
-    # By device: when its last listing was complete.
+    # The time of each device's last complete listing.
     _listed: dict[str, float] = field(default_factory=dict)
 
     def add(self, summary: RecordSummary) -> None:
@@ -49,7 +49,7 @@ class TuneIndex:
         return listed is not None and monotonic() - listed < _FRESH_S
 
     def newest(self, key: CacheKey, environment: Mapping[str, str], limit: int) -> list[Address]:
-        """Return the tunes of a key's kernel, whatever its version, for other keys, newest first."""
+        """Return the tunes of a key's kernel, of any version, for other keys, newest first."""
         tunes = self._tunes.get(_kernel_of(key, environment_digest(environment)), {})
         others = [address for address in tunes if address.key != key]
         return sorted(others, key=tunes.__getitem__, reverse=True)[:limit]

@@ -1,4 +1,4 @@
-"""Claims as locks on files: attempts never wait, and a claim ends with its process, however that ends.
+"""Claims as locks on files: attempts never wait, and a claim ends with its process, even if that is killed.
 
 The folder of the lock files is opened once, without following a link, and names are resolved inside it: another
 user of a shared cache cannot have a lock made, or removed, anywhere else. `FileLock` works by path, so
@@ -26,7 +26,7 @@ from asel.stores.records import Address, Record, schema_name
 
 __all__ = ["file_claim", "lock_files", "remove_stale_locks"]
 
-# What one try at a lock may take. It never waits for the holder, so only a hung file system takes longer.
+# Time limit of one attempt. It never waits for the holder, so only a hung file system takes longer.
 _PROMPT_S = 5.0
 # Holders that were killed leave their lock files behind. Above this number the stale ones are removed, oldest first:
 # at a process's first attempt to claim, and then once in this many attempts.
@@ -58,11 +58,11 @@ class FileLock:
         self._abandoned = False
 
     def take(self, folder: int) -> bool:
-        """Return whether the lock is ours now."""
+        """Take the lock if it is free; return whether it is ours now."""
         while (file := _locked(self._name, folder)) is not None:
             if _is_named(file, self._name, folder):
                 break
-            _close(file)  # its holder has removed it just now
+            _close(file)  # its holder has just removed it
         else:
             return False
         self._file, self._folder = file, os.dup(folder)
@@ -73,7 +73,7 @@ class FileLock:
             return not self._abandoned
 
     def abandon(self) -> None:
-        """Have a thread that is still in `take` release the lock once it has it."""
+        """Make a thread that is still in `take` release the lock as soon as it has taken it."""
         with self._mutex:
             self._abandoned = True
 
@@ -88,7 +88,7 @@ class FileLock:
 
 
 def _locked(name: str, folder: int) -> int | None:
-    """Return a descriptor of a file that is locked now, None if another holds it."""
+    """Lock a file and return its descriptor; None if another process holds the lock."""
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=folder)
     _descriptors.add(file)
     is_ours = False
@@ -135,7 +135,7 @@ async def file_claim(
             with opened(folder.parent) as parent, opened(folder.name, inside=parent) as inside:
                 return lock.take(inside)
 
-        # Shielded, so that a lock taken by the thread is not lost track of; bounded, because a file system may hang.
+        # Shielded, so that a lock that the thread takes is always released; bounded, because a file system may hang.
         with anyio.move_on_after(_PROMPT_S, shield=True):
             return partial(give_back, lock) if await in_thread(location, "claiming in", take) else None
         lock.abandon()
@@ -150,7 +150,7 @@ async def file_claim(
 
 
 def lock_files(folder: Path) -> list[str]:
-    """Return the names of the lock files of claims, held or stale; other files are not ours to touch."""
+    """Return the names of the lock files of claims, held or stale."""
     try:
         return [name for name in os.listdir(folder) if _LOCK_NAME.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
 """File operations that survive crashes: files are written whole or not at all, read within bounds, moved unchanged.
 
 The plain functions here block, and run in a thread. Directories are held open and names resolved
-inside them, without following links: even if somebody plants a link in a cache directory, a write stays in it.
+inside them, without following links: even if another user plants a link in a cache directory, a write stays in it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asel.runtime.threads import run_in_thread
 from asel.stores.records import MAX_BYTES, RecordError
 
 __all__ = [
-    "TEMPORARY_START",
-    "FoundFile",
+    "TEMPORARY_PREFIX",
+    "HeldFile",
     "NotAFileError",
-    "alone_in",
     "create",
+    "directory_lock",
     "facts_of",
     "held_file",
     "in_thread",
@@ -43,10 +43,10 @@ __all__ = [
 T = TypeVar("T")
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-TEMPORARY_START = ".tmp-"
+TEMPORARY_PREFIX = ".tmp-"
 IS_POSIX = os.name == "posix"
 # How long to wait for a directory's lock. Holders need milliseconds; a process that was stopped may hold it longer.
-_ALONE_S = 5.0
+_LOCK_S = 5.0
 
 
 class NotAFileError(RecordError):
@@ -62,7 +62,7 @@ def require_posix(what: str) -> None:
     if not IS_POSIX:
         raise InvalidRequestError(
             f"{what} needs a POSIX platform, and this is {sys.platform}: directories and documents rely on its locks "
-            "and links. Use a Redis store (path='redis://host'), or an own one with the Store protocol"
+            "and links. Use a Redis store (path='redis://host'), or your own with the Store protocol"
         )
 
 
@@ -92,7 +92,7 @@ def opened(path: str | Path, *, inside: int | None = None, make: bool = False, f
 
 
 def _make_all(path: Path) -> None:
-    """Make a directory and its parents, each of them on disk before this returns."""
+    """Make a directory and its parents, and sync each to disk."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -104,8 +104,8 @@ def _make_all(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A plain file, held open: nothing else can have its inode number meanwhile."""
+class HeldFile:
+    """A plain file, held open, so that its inode number is not reused."""
 
     descriptor: int
     facts: os.stat_result
@@ -126,17 +126,17 @@ class FoundFile:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Changes with the contents, as far as the file system can tell."""
+        """Changes when the contents change, with the precision of the file system's clock."""
         return self.facts.st_ino, self.facts.st_mtime_ns, self.facts.st_size
 
     def is_still(self, name: str, directory: int) -> bool:
-        """Tell whether the file has that name, and is unchanged. Others may replace it unless one is `alone_in`."""
+        """Return whether the file is unchanged and still has that name. Reliable only under the `directory_lock`."""
         now = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        return now.st_dev == self.facts.st_dev and FoundFile(self.descriptor, now).version == self.version
+        return now.st_dev == self.facts.st_dev and HeldFile(self.descriptor, now).version == self.version
 
 
 @contextmanager
-def held_file(name: str, directory: int, *, follow: bool = False) -> Iterator[FoundFile]:
+def held_file(name: str, directory: int, *, follow: bool = False) -> Iterator[HeldFile]:
     """Hold a file open; with `follow`, also the target of a link.
 
     Raises:
@@ -154,7 +154,7 @@ def held_file(name: str, directory: int, *, follow: bool = False) -> Iterator[Fo
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise NotAFileError("it is not a plain file")
-        yield FoundFile(descriptor, facts)
+        yield HeldFile(descriptor, facts)
     finally:
         os.close(descriptor)
 
@@ -168,13 +168,13 @@ def create(
     directory: int,
     *,
     temporary: str | None = None,
-    like: FoundFile | None = None,
+    like: HeldFile | None = None,
     sync: bool = True,
 ) -> bool:
     """Write a new file; return False, touching nothing, if it exists already.
 
-    The link decides between two writers, and it appears with its contents or not at all. With `like`, the new
-    file gets its permissions. Without `sync` the name is not on disk yet: a caller that
+    Creating the link decides between two writers, and the file appears with all its contents. With `like`, the new
+    file gets that file's permissions. Without `sync` the name is not on disk yet: a caller that
     writes many files syncs their directory once.
     """
     with _written(contents, directory, temporary, like) as written:
@@ -194,7 +194,7 @@ def create(
 
 def _rename_into_place(temporary: str, name: str, directory: int) -> bool:
     """Check that the name is free and rename, as one step: for file systems without links."""
-    with alone_in(directory):
+    with directory_lock(directory):
         with suppress(FileNotFoundError):
             os.stat(name, dir_fd=directory, follow_symlinks=False)
             return False
@@ -208,29 +208,29 @@ def overwrite(
     directory: int,
     *,
     temporary: str | None = None,
-    like: FoundFile | None = None,
+    like: HeldFile | None = None,
     sync: bool = True,
 ) -> None:
     """Replace a file in one step: a reader finds the old contents or the new."""
-    with _written(contents, directory, temporary, like) as written, alone_in(directory):
+    with _written(contents, directory, temporary, like) as written, directory_lock(directory):
         os.rename(written, name, src_dir_fd=directory, dst_dir_fd=directory)
     if sync:
         os.fsync(directory)
 
 
 @contextmanager
-def alone_in(directory: int) -> Iterator[None]:
-    """Hold a directory's lock, for operations that look at a file before they replace, move or delete it.
+def directory_lock(directory: int) -> Iterator[None]:
+    """Hold a directory's lock, for operations that examine a file before they replace, move or delete it.
 
-    On a file system without locks, two processes may do so at once, and the later one act on a file it has not seen.
+    On a file system without locks, a file may be replaced between the examination and the operation.
 
     Raises:
         TimeoutError: another process has held the lock for seconds.
     """
-    deadline = time.monotonic() + _ALONE_S
+    deadline = time.monotonic() + _LOCK_S
     while not _is_locked(directory):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"another process has held the directory's lock for over {_ALONE_S:g} s")
+            raise TimeoutError(f"another process has held the directory's lock for over {_LOCK_S:g} s")
         time.sleep(0.001)
     try:
         yield
@@ -249,11 +249,11 @@ def _is_locked(directory: int) -> bool:
 
 @contextmanager
 def _written(
-    contents: bytes | Iterable[bytes], directory: int, name: str | None, like: FoundFile | None
+    contents: bytes | Iterable[bytes], directory: int, name: str | None, like: HeldFile | None
 ) -> Iterator[str]:
-    """Write a temporary file with these contents to disk for the block, and give its name.
+    """Write these contents to a temporary file on disk, which exists during the block, and give its name.
 
-    It is locked while it has that name, so that it is not taken for a dead writer's. Only one
+    The file is locked, so that no sweep takes it for a dead writer's. Only one
     process at a time may use a given `name`, and an earlier file of that name is removed.
     """
     file, name = make_temporary(name, directory)
@@ -275,7 +275,7 @@ def _written(
 def make_temporary(given: str | None, directory: int) -> tuple[int, str]:
     """Return the descriptor and the name of a new file that is locked."""
     while True:
-        name = given or f"{TEMPORARY_START}{secrets.token_hex(8)}"
+        name = given or f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         if given is not None:
             with suppress(FileNotFoundError):
                 os.unlink(given, dir_fd=directory)
@@ -284,10 +284,10 @@ def make_temporary(given: str | None, directory: int) -> tuple[int, str]:
             filelock.lock_descriptor(file, blocking=False)
         if os.fstat(file).st_nlink:
             return file, name
-        os.close(file)  # swept before it was locked
+        os.close(file)  # a sweep removed it before it was locked
 
 
-def _protect(file: int, like: FoundFile) -> None:
+def _protect(file: int, like: HeldFile) -> None:
     """Give a file the permissions of another, and the other's owner if that is allowed."""
     mode = stat.S_IMODE(like.facts.st_mode) & 0o777
     try:
@@ -296,7 +296,7 @@ def _protect(file: int, like: FoundFile) -> None:
         try:
             os.fchown(file, -1, like.facts.st_gid)
         except OSError:
-            mode &= ~0o070  # its group would be another one
+            mode &= ~0o070  # the file has another group, which must not get these permissions
     os.fchmod(file, mode)
 
 

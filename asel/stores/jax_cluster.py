@@ -1,9 +1,9 @@
 """Records in the coordination service of `jax.distributed`: one answer for every rank of a multi-host program.
 
-A program that runs on many hosts hangs or fails if its ranks compile different configs. So a rank sees no record
-because of the moment at which it looks. Each address has a log in the service, and each rank a position in that log.
-A rank moves on when it writes or claims, as every rank does at the same point of the program; its n-th entry is
-the n-th entry of all, whichever rank wrote it first. Reading shows the entry at the rank's own position.
+A program that runs on many hosts hangs or fails if its ranks compile different configs. So the records that a rank
+sees must not depend on timing. Each address has a log in the service, and each rank has a position in that log.
+A rank advances when it writes or claims, which every rank does at the same point of the program. The n-th entry is
+the same for all ranks: the one that was written first. Reading returns the entry at the rank's own position.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["JaxClusterStore"]
 T = TypeVar("T")
 
 _LOCATION = re.compile(r"jax://([A-Za-z0-9_.-]{0,128})")
-# Prefixes of entries: a record, its removal, or the message of a tune that failed on the rank that ran it.
+# Prefixes of entries: a record, its removal, or the message of a failed tune.
 _RECORD, _REMOVED, _FAILED = "=", "-", "!"
 # Time limit of a request. The service answers in a fifth of a millisecond, so only a hung one takes longer.
 _PROMPT_S = 5.0
@@ -56,7 +56,7 @@ class _Place:
 
 
 class _Rank:
-    """This process's places in the logs: shared by all stores of one location."""
+    """This process's positions in the logs: shared by all stores of one location."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -73,7 +73,7 @@ class _Rank:
             return _Place(place.position, place.entry)
 
     def move(self, address: Address, position: int, entry: str) -> None:
-        """Move on to an entry, unless another task of this rank has already done so."""
+        """Advance to an entry, unless another task of this rank has already done so."""
         with self._lock:
             if self._places.get(address, _Place()).position < position:
                 self._places[address] = _Place(position, entry)
@@ -135,7 +135,7 @@ class JaxClusterStore(StoreDefaults):
         if entry == _RECORD + line:
             return record
         if not entry.startswith(_RECORD):
-            raise StoreError(f"{self.location}: another rank has given up this key", location=self.location)
+            raise StoreError(f"{self.location}: another rank has removed this key", location=self.location)
         return await self._call("reading", partial(Record.from_json, entry[1:]))
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
@@ -148,7 +148,7 @@ class JaxClusterStore(StoreDefaults):
     async def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AsyncIterator[Claim]:
         place = self._rank.place(address)
         if not anew and (place.line or place.failure):
-            yield await self._known(place)
+            yield await self._agreed_claim(place)
             return
         position, claim = place.position + 1, Claim()
         delays = chain((0.01, 0.015, 0.02, 0.03, 0.05), repeat(0.1))
@@ -171,13 +171,13 @@ class JaxClusterStore(StoreDefaults):
                 claim.held = False
                 await self._finish(partial(self._rank.client.key_value_delete, self._claim_key(address, position)))
 
-    async def _known(self, place: _Place) -> Claim:
-        """Return a claim with the answer that this rank has already, so that none tunes."""
+    async def _agreed_claim(self, place: _Place) -> Claim:
+        """Return a claim with the answer at this rank's position, so that no rank tunes."""
         record = await self._call("reading", partial(Record.from_json, place.line)) if place.line else None
         return Claim(held=True, record=record, is_agreed=True, failure=place.failure)
 
     async def _take(self, address: Address, position: int, claim: Claim) -> bool:
-        """Take the claim if it is free. Shielded, so that a claim taken in the thread is not lost track of."""
+        """Take the claim if it is free. Shielded, so that a claim that the thread takes is always released."""
         with anyio.move_on_after(_PROMPT_S, shield=True):
             claim.held = await self._call("claiming", partial(self._set, self._claim_key(address, position), "held"))
             return claim.held
@@ -208,7 +208,7 @@ class JaxClusterStore(StoreDefaults):
     # In a thread.
 
     def _append(self, address: Address, position: int, entry: str) -> str:
-        """Write an entry, unless another rank was first; move on to the entry that counts, and return it."""
+        """Write an entry unless another rank was first; advance to the stored entry, and return it."""
         if not self._set(self._log_key(address, position), entry):
             there = self._entry(address, position)
             assert there is not None  # entries are never removed
@@ -249,6 +249,6 @@ def _client() -> Any:
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     if (client := getattr(state, "client", None)) is None:
         raise InvalidRequestError(
-            "a jax:// store needs the coordination service: call jax.distributed.initialize() before it is made"
+            "a jax:// store needs the coordination service: call jax.distributed.initialize() first"
         )
     return client

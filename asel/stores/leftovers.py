@@ -15,30 +15,30 @@ from contextlib import suppress
 
 import filelock
 
-from asel.stores.file_ops import TEMPORARY_START, FoundFile, alone_in, facts_of, held_file, make_temporary, opened
+from asel.stores.file_ops import TEMPORARY_PREFIX, HeldFile, directory_lock, facts_of, held_file, make_temporary, opened
 from asel.stores.records import RecordError
 
 __all__ = ["is_temporary", "set_aside", "set_aside_names", "sweep", "trim"]
 
-# A writer locks its file right after it made it. A process may be suspended in between, but hardly for this long.
+# A writer locks its file right after creating it. A process may be suspended in between, but hardly for this long.
 _UNLOCKED_S = 60.0
-# On a file system without locks only the age counts, and no write takes this long.
+# On a file system without locks, age alone decides. No write takes this long.
 _ABANDONED_S = 3600.0
-# Bad files are kept for people to look at: the newest of them, within these bounds.
+# Bad files are kept for people to examine: the newest, within these limits.
 MAX_SET_ASIDE_FILES = 100
 MAX_SET_ASIDE_BYTES = 64 << 20
 _SET_ASIDE_NAME = re.compile(r".+\.json\.[0-9a-f]{8}")
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a name is that of a half-written file, of a writer at work or killed."""
-    return name.startswith(TEMPORARY_START)
+    """Return whether a name is that of a half-written file, of a running or a killed writer."""
+    return name.startswith(TEMPORARY_PREFIX)
 
 
 def sweep(names: Iterable[str], directory: int) -> None:
-    """Remove the temporary files of writers that are dead.
+    """Remove the temporary files of dead writers.
 
-    A living writer holds a lock on its file. Ages are taken by the file system's clock, which may differ
+    A living writer holds a lock on its file. Ages are measured by the file system's clock, which may differ
     from this machine's by hours.
     """
     now: float | None = None
@@ -65,14 +65,14 @@ def _clock(directory: int) -> float:
         os.close(file)
 
 
-def set_aside(name: str, directory: int, judged: FoundFile | None, root: int) -> str | None:
-    """Move a bad file to `set-aside/`, for a person to look at; return its new name, or None if it has gone.
+def set_aside(name: str, directory: int, judged: HeldFile | None, root: int) -> str | None:
+    """Move a bad file to `set-aside/`, for a person to examine; return its new name, or None if it is gone.
 
-    Only the file that was judged is moved: a good record that has replaced it meanwhile stays. `judged` is None for a
+    Only the file that was examined is moved: a good record that has replaced it meanwhile stays. `judged` is None for a
     link, a directory or a device.
     """
     aside = f"{name}.{secrets.token_hex(4)}"
-    with opened("set-aside", inside=root, make=True) as keep, alone_in(directory):
+    with opened("set-aside", inside=root, make=True) as keep, directory_lock(directory):
         if judged is None:
             is_bad = not stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
         else:
@@ -86,7 +86,7 @@ def set_aside(name: str, directory: int, judged: FoundFile | None, root: int) ->
 
 
 def set_aside_names(directory: int) -> list[str]:
-    """Return the names of the bad files that were moved to a directory; other files are not ours."""
+    """Return the names of the bad files that were moved to a directory; other files are ignored."""
     return [name for name in os.listdir(directory) if _SET_ASIDE_NAME.fullmatch(name)]
 
 
@@ -97,8 +97,8 @@ def trim(
     max_files: int = MAX_SET_ASIDE_FILES,
     max_bytes: int = MAX_SET_ASIDE_BYTES,
 ) -> None:
-    """Remove the oldest of some files until the rest are within bounds; the newest always stays."""
-    # A file keeps its modification time when it is moved; its change time says when it was moved here.
+    """Remove the oldest of some files until the others are within the limits; the newest always stays."""
+    # A file keeps its modification time when it is moved; its change time is the time of the move.
     files = sorted(facts_of(names, directory), key=lambda file: file[1].st_ctime_ns, reverse=True)
     kept_bytes = 0
     for place, (name, facts) in enumerate(files):

@@ -24,7 +24,7 @@ from asel.stores import open_store, removal, strict_json, transfer
 from asel.stores.codec import Codec
 from asel.stores.config_store import ConfigStoreDefaults, Stored, StoreQuery
 from asel.stores.earlier_tunes import TuneIndex
-from asel.stores.protocol import Claim, Store, StoreStats, method
+from asel.stores.protocol import Claim, Store, StoreStats, optional_method
 from asel.stores.record_codec import RecordCodec
 from asel.stores.records import Address, Record, Rejected, environment_digest
 from asel.stores.rejections import Rejections
@@ -43,14 +43,14 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
 
     `path` is a directory, a `*.json` document, a `redis://`, `rediss://` or `jax://` URL, or a store; without it,
     a directory named `opname` under `ASEL_CACHE_DIR` or the platform's cache directory. `shipped` are
-    stores that are only read, and only where `path` has nothing. With `async with`, connections stay open
-    meanwhile; without it, everything works.
+    stores that are only read, for keys that `path` has no record of. `async with` keeps connections open; everything
+    also works without it.
 
-    Configs are written by `dumper`, or as the dataclass, pydantic model, enum member or JSON value they are. They come
-    back by `loader`, or as `cfg_type`, which is then the one type that the cache takes. With neither, one cache serves
-    any number of kernels: a chain gets a config as the kernel's own candidate or, if it equals none, as the type
-    that its heuristic and candidates have; a record that may be either of two candidates is rejected. `get`, which
-    knows no kernel, returns JSON values. `loader` and `dumper` are called in threads.
+    Configs are written by `dumper`, or in pydantic's JSON form of dataclasses, models, enum members and JSON values.
+    They are read by `loader`, or as `cfg_type`, which is then the only type that the cache takes. With neither, one
+    cache serves any number of kernels: a selector gets a config as the kernel's own candidate or, if it equals none, as
+    the type of the kernel's heuristic and candidates; a record that may be either of two candidates is rejected. `get`,
+    which has no kernel, returns JSON values. `loader` and `dumper` are called in threads.
     """
 
     has_claims = True
@@ -104,10 +104,10 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
     def _layers(self) -> tuple[Store, ...]:
         return (self.store, *self.shipped)
 
-    # For its users.
+    # For users.
 
     async def get(self, device: str, op_id: str, call_key: str) -> Cfg | None:
-        """Return the newest config of a key, whether it was tuned or put.
+        """Return the newest config of a key, tuned or put.
 
         Raises:
             StoreError: the store did not answer.
@@ -124,7 +124,7 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
 
         Raises:
             InvalidRequestError: it cannot be stored; nothing was changed.
-            StoreError: the store did not take it.
+            StoreError: the store failed.
         """
         key = CacheKey(device, op_id, call_key)
         record = await run_in_thread("writing a config", partial(self._records.of_config, key, cfg))
@@ -133,10 +133,10 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         for other in older:
             await self.store.delete(other.address, expected=other)
 
-    # For a chain.
+    # For a selector.
 
     async def find(self, query: StoreQuery[Cfg]) -> Stored[Cfg] | None:
-        """Return the record for key, checksum and environment; else what a user put; else another environment's."""
+        """Return the record for key, checksum and environment; or a user's put; or another environment's record."""
         here = environment_digest(query.environment)
         for store in self._layers:
             exact = await store.get(Address(query.key, query.checksum, here))
@@ -152,7 +152,7 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         return None
 
     async def keep(self, report: TuneReport[Cfg], *, replace: bool, claim: Claim | None = None) -> Stored[Cfg]:
-        """Store a tune's result; if another writer was first, return the record of that one."""
+        """Store a tune's result; if another writer was first, return that writer's."""
         among = tuple(outcome.cfg for outcome in report.outcomes)
         record = await run_in_thread("writing a config", partial(self._records.of_tune, report))
         kept = await self.store.put(record, replace=replace, claim=claim)
@@ -177,7 +177,7 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         return None
 
     async def reports(self, query: StoreQuery[Cfg]) -> list[TuneReport[Cfg]]:
-        """Return the reports of earlier tunes of a key, oldest first, whatever their candidates."""
+        """Return the reports of earlier tunes of a key, with any candidates, oldest first."""
         records = [record for store in self._layers async for record in store.records(query.key)]
         records.sort(key=lambda record: record.created)
         return await self._reports(records, query.among)
@@ -196,7 +196,7 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         """
         own: set[tuple[CacheKey, str]] = set()
         for store in self._layers:
-            async with aclosing(method(store, "scan")()) as batches:
+            async with aclosing(optional_method(store, "scan")()) as batches:
                 async for lines in batches:
                     batch = [line.summary for line in lines if line.summary.key.device == device]
                     for summary in batch:
@@ -237,7 +237,7 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         return await self._reports(records, query.among)
 
     async def withdraw(self, stored: Stored[Cfg]) -> bool:
-        """Remove a record that proved wrong, if it is still the one that was found; return whether it did."""
+        """Remove a record that was found, unless another has replaced it; return whether it was removed."""
         if stored.record is None:
             return False
         return await self.store.delete(stored.record.address, expected=stored.record)
@@ -246,33 +246,33 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         """Call `listener` with each record that has to be rejected, while the block runs."""
         return self._rejections.to(listener)
 
-    # Moving records, and removing them.
+    # Moving and removing records.
 
     async def records(self) -> AsyncIterator[Record]:
-        """Give every record of the store, shipped ones aside."""
+        """Give every record of the store, without shipped ones."""
         async for record in self.store.records():
             yield record
 
     async def export(self, filter: Callable[[Record], bool] | None = None) -> bytes:
-        """Return the records as a document: JSON text, to be imported elsewhere or shipped as a `*.json` file.
+        """Return the records as a document: JSON text, to import elsewhere or to ship as a `*.json` file.
 
-        `export_to` writes any number to a file without having all of them in memory.
+        `export_to` writes any number of records to a file without holding them all in memory.
         """
         return await transfer.export(self.store, filter)
 
     async def export_to(self, path: str | os.PathLike[str], filter: Callable[[Record], bool] | None = None) -> int:
-        """Write the records to a file as a document, replacing the file; return how many there are.
+        """Write the records to a file as a document, replacing the file; return their number.
 
         Raises:
             InvalidRequestError: the file is the store itself.
-            StoreError: the store could not be read, or the file not be written.
+            StoreError: the store could not be read, or the file could not be written.
         """
         return await transfer.export_to(self.store, path, filter)
 
     async def import_(self, document: bytes | Mapping[str, Any] | str | os.PathLike[str]) -> Imported:
-        """Take in a document: exported, parsed by `json.load`, or the path of a file with one.
+        """Import a document: exported, parsed by `json.load`, or the path of a file with one.
 
-        Existing records stay as they are, so importing twice changes nothing. A bad record is skipped alone.
+        Existing records do not change, so importing twice changes nothing. A bad record is skipped alone.
 
         Raises:
             InvalidRequestError: it is not a document.
@@ -280,8 +280,8 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         return await transfer.import_(self.store, document, self._codec.load)
 
     async def stats(self) -> StoreStats:
-        """Return how many records the store has, and how many bad files, locks and leftovers."""
-        return await method(self.store, "stats")()  # type: ignore[no-any-return]
+        """Return the numbers of records, bad files, locks and leftovers."""
+        return await optional_method(self.store, "stats")()  # type: ignore[no-any-return]
 
     async def prune(
         self,
@@ -303,7 +303,7 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         """
         return await removal.prune(self.store, predicate, older_than, not_environment, dry_run)
 
-    # Its connections.
+    # Connections.
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -340,8 +340,8 @@ class PersistentCache(ConfigStoreDefaults[Cfg]):
         if stored.record.cfg != ours.cfg and ours.address not in self._warned:
             self._warned.add(ours.address)
             logger.warning(
-                "%s was tuned twice in this process, with %s and then %s; the first stays. "
-                "Share one ConfigCache between chains, or use retune.",
+                "%s was tuned twice in this process, first %s and then %s; the first result is kept. "
+                "Share one ConfigCache between selectors, or use retune.",
                 *(ours.key, stored.record.cfg, ours.cfg),
             )
         return replace(stored, adopted=True, conflict="duplicated_key")

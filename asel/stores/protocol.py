@@ -1,4 +1,4 @@
-"""The protocol of stores: what each promises, and the defaults that it can inherit."""
+"""The protocol of stores: the promises of each method, and defaults that a store can inherit."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ __all__ = [
     "apply_each",
     "apply_one",
     "claiming",
-    "method",
+    "optional_method",
 ]
 
-# Records that a thread reads in one go. Few, so that they are gone before the garbage collector counts them as
-# long-lived: its next pass over everything stops all threads (70 ms with 100,000 objects). Listing 10,000 records had
-# three such passes with batches of 16, and has one at most with 4, for 0.1 ms more a batch.
+# Records that a thread reads at a time. Few, so that they are freed before the garbage collector counts them as
+# long-lived: a pass over all long-lived objects stops every thread (70 ms with 100,000 objects). Listing 10,000 records
+# caused three such passes with batches of 16, and causes at most one with 4, for 0.1 ms more a batch.
 READ_BATCH = 4
-# Lines that a thread reads and summarizes in one go, in about 2 ms. They are text, and no work for the collector.
+# Lines that a thread reads and summarizes at a time, in about 2 ms. They are text, which the collector skips.
 SCAN_BATCH = 64
 
-# Concurrent changes of a store that takes them one by one. Each may occupy a thread, and the event loop has to wait for
-# its turn among them.
+# Concurrent changes of a store that takes them one by one. Each may occupy a thread, and the event loop competes with
+# those threads for the GIL.
 _MAX_CONCURRENT_CHANGES = 8
 
 
 @dataclass(slots=True)
 class Claim:
-    """How a wait for the right to tune a key ended.
+    """The result of a wait for the right to tune a key.
 
     If `held`, this process has the right until the block ends or a lease is lost. If neither held nor with a
     `record`, the wait timed out, and the holder may be stuck.
@@ -63,9 +63,9 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A record to put, or the deletion of what is at an address.
+    """A record to put, or the deletion of the record at an address.
 
-    Records are lines of JSON here: thousands of them are one string each, and no work for the garbage collector.
+    Records are lines of JSON here: each is one string, which the garbage collector skips.
     """
 
     address: Address
@@ -73,7 +73,7 @@ class Change:
     """The record to put; empty for a deletion."""
     replace: bool = False
     expected: str = ""
-    """The record to delete; whatever there is, if empty."""
+    """The record to delete; if empty, any record is deleted."""
 
     @classmethod
     def put(cls, record: Record, *, replace: bool = False) -> Change:
@@ -84,7 +84,7 @@ class Change:
         return cls(address, expected="" if expected is None else expected.line())
 
     def expects(self, line: str) -> bool:
-        """Tell whether a deletion is meant for this record, however its JSON is formatted."""
+        """Return whether a deletion is meant for this record. The formatting of the JSON does not matter."""
         if not self.expected or line == self.expected:
             return True
         try:
@@ -111,12 +111,12 @@ class StoreStats:
     bytes: int = 0
     """The size of the records; 0 if the store does not know it."""
     set_aside: int = 0
-    """Bad files that are kept for people to look at: a bounded number, the newest."""
+    """Bad files that are kept for people to examine: a bounded number, the newest."""
     set_aside_bytes: int = 0
     temporary: int = 0
-    """Half-written files, of writers at work or killed; those of the dead are removed in time."""
+    """Half-written files; those of dead writers are removed in time."""
     locks: int = 0
-    """Lock files of claims: those of current holders, and a bounded number left by killed ones."""
+    """Lock files of claims: those of current holders, and a bounded number left by killed holders."""
     other_schemas: int = 0
     """Records that other versions of asel keep in the same place."""
 
@@ -139,7 +139,7 @@ class Store(Protocol):
         """Return the record at an address."""
 
     async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
-        """Store a record and return the stored one: another writer's, if that was first and `replace` is false.
+        """Store a record and return the stored record: another writer's, if that was first and `replace` is false.
 
         Once it returns, the record survives a crash. With a `claim` that was lost meanwhile, nothing is replaced.
         """
@@ -155,17 +155,17 @@ class Store(Protocol):
         """Give every record, or those of one key, in no order."""
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
-        """Remove a record, if it still is the expected one; return whether it did."""
+        """Remove a record, unless another than the expected one is stored; return whether it was removed."""
 
 
-def method(store: Store, name: Literal["apply", "scan", "stats"]) -> Callable[..., Any]:
+def optional_method(store: Store, name: Literal["apply", "scan", "stats"]) -> Callable[..., Any]:
     """Return a store's own method, or the default of a store that does not inherit from StoreDefaults."""
     own = getattr(store, name, None)
     return partial(getattr(StoreDefaults, name), store) if own is None else own
 
 
 class StoreDefaults:
-    """The methods of a store that can be made of its other methods. A store that can do better overrides them."""
+    """The methods of a store that can be derived from its other methods. A store may override them to be faster."""
 
     async def apply(self: Store, changes: Sequence[Change]) -> list[Changed]:
         """Make many changes; return their results, in order. A failure leaves some of them made."""
@@ -183,7 +183,7 @@ class StoreDefaults:
             yield await run_in_thread("reading records", partial(_lines, batch))
 
     async def stats(self: Store) -> StoreStats:
-        """Return how full the store is."""
+        """Return the number of records."""
         count = 0
         async for _ in self.records():
             count += 1
@@ -240,11 +240,11 @@ async def claiming(
     wait_s: float,
     anew: bool = False,
 ) -> AsyncIterator[Claim]:
-    """Hold a claim that is won by attempts.
+    """Hold a claim, which is acquired by repeated attempts.
 
-    `attempt` returns the function that gives the claim back, or None if another process holds it; when
-    cancelled, it leaves nothing held. `look` returns a record that makes the claim pointless, and
-    `pause` returns when it may be worth trying again.
+    `attempt` returns the function that releases the claim, or None if another process holds it; when
+    cancelled, it leaves nothing held. `look` returns a record that ends the wait, and
+    `pause` returns when it is time for another attempt.
     """
     claim, release = Claim(), None
     try:
@@ -255,7 +255,7 @@ async def claiming(
                     break
                 await pause()
         claim.held = release is not None
-        if claim.held and not anew:  # the holder before may have stored it just now
+        if claim.held and not anew:  # the previous holder may have just stored it
             claim.record = await look()
         yield claim
     finally:

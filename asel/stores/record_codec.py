@@ -24,7 +24,7 @@ from asel.tuning.outcomes import Skipped, TuneReport
 __all__ = ["RecordCodec"]
 
 logger = logging.getLogger("asel")
-# Above this number of candidates, those that a search did not try are left out of the record, which would be megabytes.
+# Above this number of candidates, a record leaves out those that the search did not try: it would have megabytes.
 _MAX_OUTCOMES = 2000
 _PROCESS = uuid.uuid4().hex[:12]
 
@@ -70,10 +70,10 @@ class RecordCodec(Generic[Cfg]):
             report = replace(report, outcomes=tuple(o for o in report.outcomes if not isinstance(o, Skipped)))
         try:
             text = report.to_json(self._codec.dump)
-        except InvalidRequestError as error:  # another config cannot be stored; the winner can
+        except InvalidRequestError as error:  # a losing config cannot be stored; the winner can
             logger.debug("stored without its report: %s", redact(error))
             return None
-        if len(text) > MAX_BYTES // 2:  # compilers' errors have no bound
+        if len(text) > MAX_BYTES // 2:  # compiler errors may have any length
             logger.debug("stored without its report, which has %d bytes", len(text))
             return None
         facts: dict[str, Any] = strict_json.loads(text)

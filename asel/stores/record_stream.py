@@ -1,4 +1,4 @@
-"""The records of a document that somebody reformatted, parsed one at a time.
+"""Parses a document that was reformatted, one record at a time.
 
 Parsed as a whole, ten thousand records are a million objects. One pass of Python's garbage collector over them, or
 freeing them, stops every thread for a fifth of a second.
@@ -16,20 +16,20 @@ from asel.stores.records import MAX_BYTES
 
 __all__ = ["NotJson", "RecordStream"]
 
-# As much as C code parses alone, see `strict_json`. A larger record is read in pieces that double in size.
+# The size that C code may parse alone, see `strict_json`. A larger record is read in pieces that double in size.
 _PIECE_BYTES = 1 << 15
-# A record has at most MAX_BYTES without the blanks that were put into it.
+# A record has at most MAX_BYTES, and reformatting may have added blanks.
 _MAX_AHEAD = 4 * MAX_BYTES
 _HEADER = re.compile(r'\s*\{\s*(?:"asel"\s*:\s*[0-9]+\s*,\s*)?"records"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
 _RECORD_START = re.compile(r'\{\s*"asel"\s*:\s*[0-9]+\s*,(?!\s*"records")')
 _MAX_RECORD_START = 256
-# What may follow the records: more of the document's own entries.
+# The largest text behind the records: other entries of the document.
 _MAX_TAIL = 1 << 16
 
 
 class NotJson(NamedTuple):
-    """Stands for a record that cannot be parsed."""
+    """A record that cannot be parsed, with the reason."""
 
     reason: str
 
@@ -46,7 +46,7 @@ class RecordStream:
         self._text, self._at, self._is_all = self._decoder.decode(begin), 0, False
         header = _HEADER.match(self._text)
         self.is_document = header is not None
-        """Whether it begins as a document does, so that its records can be told apart while it is read."""
+        """Whether it begins like a document, so that its records can be read one at a time."""
         if header is not None:
             self._at = header.end()
 
@@ -96,12 +96,12 @@ class RecordStream:
             self._read_on()
 
     def _skip(self) -> bool:
-        """Move on to what looks like the beginning of a record; return False if there is none."""
+        """Move on to the next text that looks like the beginning of a record; return False if there is none."""
         self._at += 1
         while (start := _RECORD_START.search(self._text, self._at)) is None:
             if self._is_all:
                 return False
-            self._at = max(self._at, len(self._text) - _MAX_RECORD_START)  # where half of one may be
+            self._at = max(self._at, len(self._text) - _MAX_RECORD_START)  # a beginning may be cut off here
             self._read_on()
         self._at = start.start()
         return True

@@ -112,8 +112,8 @@ def environment_digest(environment: Mapping[str, str]) -> str:
 
 
 def _digest(*texts: str) -> str:
-    spelt = _TEXTS.encode(texts)  # lone surrogates and all
-    return hashlib.sha256(spelt.encode()).hexdigest()
+    joined = _TEXTS.encode(texts)  # escapes lone surrogates, too
+    return hashlib.sha256(joined.encode()).hexdigest()
 
 
 _TEXTS = json.JSONEncoder(separators=(",", ":"))
@@ -134,7 +134,7 @@ class Record:
     environment: dict[str, str]
     """The software it was measured with."""
     report: dict[str, JsonValue] | None = None
-    """The whole tune, as `TuneReport.to_json` has it."""
+    """The report of the tune, as `TuneReport.to_json` writes it."""
     created: float
     """Seconds since the epoch."""
     seconds: float = 0.0
@@ -144,7 +144,7 @@ class Record:
 
     @property
     def call(self) -> str:
-        """The call as people read it, from the tune's report; empty for a config that a user put."""
+        """The readable call, from the tune's report; empty for a config that a user put."""
         call = None if self.report is None else self.report.get("call")
         return call if isinstance(call, str) else self.key.call
 
@@ -153,23 +153,23 @@ class Record:
         return Address(self.key, self.checksum, environment_digest(self.environment))
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON that is certain to be read again.
+        """Return the record as one line of JSON, and check that it can be read again.
 
         Raises:
-            InvalidRequestError: something in it has no place in JSON, or it is too large.
+            InvalidRequestError: a value has no JSON form, or the record is too large.
         """
         try:
             line = self.line()
             read = Record.from_json(line)
             if read != self:
-                raise RecordError("it does not come back from JSON as it was")
+                raise RecordError("it is different when it is read again from JSON")
             strict_json.discard(read.report)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"a record of {self.key.op_id!r} cannot be stored: {error}") from error
         return line
 
     def line(self) -> str:
-        """Return the record as one line of JSON, unchecked: for one that was read."""
+        """Return the record as one line of JSON, unchecked: for a record that was read."""
         body = strict_json.dumps(self._facts())
         return f"{body[:-1]}{_MARK}{sha256(body)}{_END}"
 
@@ -201,7 +201,7 @@ class Record:
 
     @classmethod
     def from_facts(cls, facts: Any) -> Record:
-        """Return the record of some parsed JSON, however the JSON was formatted.
+        """Return the record of some parsed JSON, in any formatting.
 
         Raises:
             OtherSchemaError: it is of another version.
@@ -235,7 +235,7 @@ class Record:
         return cls(**found)
 
 
-# How a line ends: the digest of all before it, as if the object were closed there.
+# The end of a line: the digest of the text before it, as if the object were closed there.
 _MARK, _END = ',"sha256":"', '"}'
 _TAIL = len(_MARK) + 64 + len(_END)
 
@@ -254,7 +254,7 @@ def sha256(text: str) -> str:
 
 
 def ends_with_own_digest(line: str) -> bool:
-    """Tell whether a line is unchanged since it was written. A reformatted line may be intact, too."""
+    """Return whether a line is unchanged since it was written. False for a reformatted line, which may be intact."""
     body, tail = f"{line[:-_TAIL]}}}", line[-_TAIL:]
     return tail.startswith(_MARK) and tail[len(_MARK) : -len(_END)] == sha256(body)
 
@@ -262,7 +262,7 @@ def ends_with_own_digest(line: str) -> bool:
 def _matches(facts: dict[str, Any], digest: Any) -> bool:
     try:
         return bool(digest == sha256(strict_json.dumps(facts)))
-    except (TypeError, ValueError, RecursionError) as error:  # of parsed JSON that somebody else parsed
+    except (TypeError, ValueError, RecursionError) as error:  # a caller may pass objects that no JSON parser returns
         raise RecordError(f"it is not JSON: {error}") from error
 
 
@@ -270,13 +270,13 @@ _FIELDS = ("key", "cfg", "checksum", "environment", "report", "created", "second
 
 
 class _Facts(TypedDict, total=False):
-    """A record as it is read, before it is checked."""
+    """The fields of a record as parsed JSON, not yet checked."""
 
     __pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[misc]  # noqa: RUF012
 
     asel: int
     key: Required[CacheKey]
-    cfg: Required[Any]  # already parsed: a second look would find nothing else
+    cfg: Required[Any]  # any JSON value, so there is nothing to check
     checksum: str
     environment: Required[dict[str, str]]
     report: dict[str, Any] | None
@@ -311,7 +311,7 @@ def _validated(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, max_depth: int) -> bool:
-    """Tell whether some parsed JSON is nested more than `max_depth` deep."""
+    """Return whether some parsed JSON is nested more than `max_depth` deep."""
     layer = [value] if type(value) in (dict, list) else []
     for _ in range(max_depth):
         layer = [

@@ -32,7 +32,7 @@ class Rejections:
             listener(rejected)
 
     def report_once(self, address: Address, created: float, rejected: Rejected) -> None:
-        """Report a record that is read again and again: once for each reason."""
+        """Report a record that may be read repeatedly: once for each reason."""
         what = (address, created, rejected.reason)
         if self._reported.get(what) is None:
             self._reported.put(what, True)

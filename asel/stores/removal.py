@@ -28,16 +28,16 @@ async def prune(
     dry_run: bool,
 ) -> int:
     """Delete the records that meet all of the conditions, or count them."""
-    is_condemned = _condition(predicate, older_than, not_environment)
+    should_delete = _condition(predicate, older_than, not_environment)
     if not_environment is not None:
         await _refuse_unknown_versions(store, not_environment)
     page = Page()
     deleted = 0
-    async for step in record_batches(store, is_condemned):
+    async for batch in record_batches(store, should_delete):
         if dry_run:
-            deleted += len(step)
+            deleted += len(batch)
             continue
-        for change in await run_in_thread("pruning", partial(_deletions, step)):
+        for change in await run_in_thread("pruning", partial(_deletions, batch)):
             page.add(change)
         if page.is_full:
             deleted += await _delete(store, page)
@@ -46,9 +46,9 @@ async def prune(
 
 
 def _condition(predicate: Any, older_than: Any, not_environment: Any) -> Callable[[Record], bool]:
-    """Return the function that says whether a record is to be deleted."""
+    """Return a function that returns whether to delete a record."""
     if predicate is None and older_than is None and not_environment is None:
-        raise InvalidRequestError("prune: say what to delete: a predicate, older_than= or not_environment=")
+        raise InvalidRequestError("prune: give a condition: a predicate, older_than= or not_environment=")
     if predicate is not None and not callable(predicate):
         raise InvalidRequestError(f"prune: {predicate!r:.200} is not a function of a record")
     if inspect.iscoroutinefunction(predicate):  # every coroutine is true
@@ -60,14 +60,14 @@ def _condition(predicate: Any, older_than: Any, not_environment: Any) -> Callabl
         _check_environment(not_environment)
     now = time.time()
 
-    def is_condemned(record: Record) -> bool:
+    def should_delete(record: Record) -> bool:
         return (
             (age_s is None or now - record.created > age_s)
             and (not_environment is None or _differs(record.environment, not_environment))
             and (predicate is None or bool(predicate(record)))
         )
 
-    return is_condemned
+    return should_delete
 
 
 def _check_environment(wanted: Any) -> None:
@@ -83,17 +83,17 @@ def _check_environment(wanted: Any) -> None:
 
 
 def _differs(made_with: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Tell whether a record was measured with other software than `wanted`."""
+    """Return whether a record was measured with other software than `wanted`."""
     return bool(made_with) and any(made_with.get(name) != value for name, value in wanted.items())
 
 
 async def _refuse_unknown_versions(store: Store, wanted: Mapping[str, str]) -> None:
-    """Refuse versions that no record was made with: a typing error would delete every record."""
+    """Refuse versions that no record has: a typing error would delete every record."""
     unseen, is_empty = dict(wanted), True
-    async with aclosing(record_batches(store, lambda record: bool(record.environment))) as steps:
-        async for step in steps:
-            is_empty = is_empty and not step
-            for record in step:
+    async with aclosing(record_batches(store, lambda record: bool(record.environment))) as batches:
+        async for batch in batches:
+            is_empty = is_empty and not batch
+            for record in batch:
                 if not _differs(record.environment, wanted):
                     return
                 unseen = {name: value for name, value in unseen.items() if record.environment.get(name) != value}
@@ -104,12 +104,12 @@ async def _refuse_unknown_versions(store: Store, wanted: Mapping[str, str]) -> N
     shown = " and ".join(f"{name}={value!r}" for name, value in (unknown or wanted).items())
     raise InvalidRequestError(
         f"prune: neither a record nor this process has {shown}{'' if unknown else ' together'}, so everything measured "
-        "would be deleted; asel.environment() has what this process runs with"
+        "would be deleted; asel.environment() returns the versions of this process"
     )
 
 
-def _deletions(step: list[Record]) -> list[Change]:
-    return [Change.delete(record.address, expected=record) for record in step]
+def _deletions(batch: list[Record]) -> list[Change]:
+    return [Change.delete(record.address, expected=record) for record in batch]
 
 
 async def _delete(store: Store, page: Page) -> int:

@@ -1,7 +1,7 @@
-"""A selector's view of its store: within a time limit, each outage reported once, no result lost.
+"""A selector's view of its store: calls have a time limit, each outage is reported once, and no result is lost.
 
-A store that fails is left alone for a while, longer each time, so that a dead one costs its callers
-one timeout now and then. A result that could not be stored is kept, and stored when the store works again. An open
+A store that fails is not tried for a while, longer each time, so that a dead store costs its callers only
+an occasional timeout. A result that could not be stored is kept, and stored when the store works again. An open
 selector probes a failed store by itself, so the end of an outage is reported even if no caller asks for a cold key.
 """
 
@@ -58,15 +58,15 @@ class ResilientStore(Generic[Cfg]):
         self._adopt = adopt
         self._on_kept = on_kept
         self._events = events
-        self._breaker: CircuitBreaker = CircuitBreaker(events, self._wake_server)
+        self._breaker: CircuitBreaker = CircuitBreaker(events, self._wake_task)
         self._limiter = Limiter(_MAX_AT_ONCE)
         self._claims: Claims[Cfg] = Claims(
             store, self._breaker, events, self._limiter, timeout_s, lambda *found: self.found_by(*found) is not None
         )
         self._unsaved: UnsavedResults[Cfg] = UnsavedResults()
-        self._news = anyio.Event()
+        self._changed = anyio.Event()
         # True iff a task of the selector stores the unsaved results.
-        self._served = False
+        self._is_serving = False
 
     @property
     def changes_together(self) -> bool:
@@ -75,20 +75,20 @@ class ResilientStore(Generic[Cfg]):
 
     @property
     def unsaved(self) -> int:
-        """How many results wait for the store to work again."""
+        """The number of results that wait for the store to work again."""
         return len(self._unsaved)
 
     async def fetch(self, query: StoreQuery[Cfg]) -> Stored[Cfg] | None:
         """Return the stored config for a query, within `timeout_s`, and emit `store_read`.
 
         Raises:
-            StoreError: it failed, or is left alone for a while after a failure.
+            StoreError: it failed, or it is not tried for a while after a failure.
         """
-        async with self._limiter.slot():  # the time limit starts here, so a crowd does not time out behind itself
+        async with self._limiter.slot():  # the time limit starts here, so that waiting for a slot does not count
             start = self._events.now()
             stored = await self._read(query)
             self._events(StoreRead(key=query.key, start=start, end=self._events.now(), found=stored is not None))
-        if not self._served:
+        if not self._is_serving:
             await self._probe()
         return stored
 
@@ -118,9 +118,9 @@ class ResilientStore(Generic[Cfg]):
 
     async def reports(self, query: StoreQuery[Cfg]) -> list[TuneReport[Cfg]]:
         """Return the reports of earlier tunes of a key; [] if the store does not answer in time."""
-        return await self._advice(query, lambda: self._store.reports(query))
+        return await self._read_reports(query, lambda: self._store.reports(query))
 
-    async def _advice(
+    async def _read_reports(
         self, query: StoreQuery[Cfg], ask: Callable[[], Awaitable[list[TuneReport[Cfg]]]]
     ) -> list[TuneReport[Cfg]]:
         async with self._limiter.slot():
@@ -135,7 +135,7 @@ class ResilientStore(Generic[Cfg]):
         return getattr(type(self._store), "summaries", None) is not ConfigStoreDefaults.summaries
 
     async def preload(self, devices: Iterable[str], take: Callable[[list[RecordSummary]], bool]) -> int:
-        """Hand the records of some devices to `take`, batch by batch, and return how many there were.
+        """Pass the records of some devices to `take`, batch by batch, and return their number.
 
         Ends when there are no more, when `take` returns False, or after `timeout_s`. A failure is reported, not raised.
         """
@@ -159,13 +159,13 @@ class ResilientStore(Generic[Cfg]):
         """Return the config of a preloaded record; None if it cannot be used, or if it failed in a real call."""
         try:
             return self._usable(query.key, self._store.read_summary(summary, query))
-        except Exception as error:  # a user's own store; and this may be any thread
+        except Exception as error:  # a user's own store may raise anything; this may be any thread
             self._emit_rejected(Rejected("the store", f"{type(error).__name__}: {redact(error)}", query.key))
             return None
 
     async def earlier_tunes(self, query: StoreQuery[Cfg], limit: int) -> list[TuneReport[Cfg]]:
         """Return the reports of the same kernel for other calls, newest first; [] if the store does not answer."""
-        return await self._advice(query, lambda: self._store.earlier_tunes(query, limit))
+        return await self._read_reports(query, lambda: self._store.earlier_tunes(query, limit))
 
     def claim(
         self, query: StoreQuery[Cfg], wait_s: float, on_held_elsewhere: Callable[[], object], *, anew: bool = False
@@ -173,16 +173,16 @@ class ResilientStore(Generic[Cfg]):
         """Hold the right to tune, if the store grants it; if the store fails, every process tunes.
 
         `on_held_elsewhere` is called if another process holds it, and not if the store failed. With
-        `anew`, a record that is there does not end the wait.
+        `anew`, an existing record does not end the wait.
         """
         return self._claims.claim(query, wait_s, on_held_elsewhere, anew)
 
     def found_by(self, claim: Claim, query: StoreQuery[Cfg]) -> Stored[Cfg] | None:
-        """Return the config that another process stored before this one got the claim, or during the wait for it."""
+        """Return the config that another process stored before this one acquired the claim."""
         try:
             found = None if claim.record is None else self._store.read(claim.record, query)
             return self._usable(query.key, found)
-        except Exception as error:  # what came with the claim is not a record
+        except Exception as error:  # the store put something else than a record into the claim
             self._breaker.note_failure("claim", error, query, self._events.now())
             return None
 
@@ -196,8 +196,8 @@ class ResilientStore(Generic[Cfg]):
     ) -> Stored[Cfg] | None:
         """Store a result and return the stored config; None if that has to wait until the store works again.
 
-        Shielded, because the result is paid for, and bounded by `timeout_s`, because a store may hang;
-        `scope` is the shield, for a caller that may have to cut it short.
+        Shielded, because a tune is expensive, and bounded by `timeout_s`, because a store may hang.
+        `scope` becomes the shield, so that a caller can give it a deadline.
         """
         start, before = self._events.now(), self._unsaved.of(report.key, report.checksum)
         if self._breaker.begin_attempt("put") is not None:
@@ -210,7 +210,7 @@ class ResilientStore(Generic[Cfg]):
             try:
                 with ordinary_errors("the store"):
                     stored = await self._store.keep(report, replace=replace, claim=claim)
-            except InvalidRequestError as refused:  # the config cannot be stored: no fault of the store's
+            except InvalidRequestError as refused:  # the config cannot be stored; the store works
                 self._events(StoreFailed.of(report.key, "put", start, self._events.now(), refused))
                 self._breaker.end_attempt("put")
                 self._unsaved.remove(report, before)
@@ -231,10 +231,10 @@ class ResilientStore(Generic[Cfg]):
         return None
 
     async def withdraw(self, query: StoreQuery[Cfg], cfg: Cfg, instead: TuneReport[Cfg] | None) -> bool:
-        """Remove the record that answers with `cfg`, and keep `instead` in its place; return whether it was there.
+        """Remove the record whose config is `cfg`, and store `instead` in its place; return whether it was removed.
 
-        Only that record is removed: one that another process has put in its place meanwhile stays. If the store
-        fails, the record stays as well.
+        A record that another process has put in its place meanwhile stays. If the store fails, the record stays as
+        well.
         """
         before = self._unsaved.of(query.key, query.checksum)
         if before is not None and same_config(before.report.winner, cfg):
@@ -274,37 +274,37 @@ class ResilientStore(Generic[Cfg]):
     # Results that could not be stored.
 
     def _save_later(self, report: TuneReport[Cfg], replace: bool, before: UnsavedResult | None) -> None:
-        if self._store.changes_together:  # stored later, it could differ from the answer that the other ranks have
+        if self._store.changes_together:  # by then the other ranks may have another answer
             return
         self._unsaved.put(UnsavedResult(report, replace), before)
-        self._wake_server()
+        self._wake_task()
 
-    def _wake_server(self) -> None:
+    def _wake_task(self) -> None:
         if self._unsaved or self._breaker.is_failing:
-            self._news.set()
+            self._changed.set()
 
     async def serve(self) -> None:
-        """Store waiting results and probe a failed store, while the chain is open."""
+        """Store unsaved results and probe a failed store, while the selector is open."""
         async with self._store.rejections_to(self._emit_rejected):
-            self._served = True
+            self._is_serving = True
             try:
                 await self._serve()
             finally:
-                self._served = False
+                self._is_serving = False
 
     async def _serve(self) -> None:
         while True:
-            self._news = anyio.Event()
+            self._changed = anyio.Event()
             if self._unsaved or self._breaker.is_failing:
-                with anyio.move_on_after(max(self._breaker.rest_left_s(), 0.01)):
-                    await self._news.wait()
+                with anyio.move_on_after(max(self._breaker.backoff_left_s(), 0.01)):
+                    await self._changed.wait()
                 await self._probe()
                 await self.flush()
             else:
-                await self._news.wait()
+                await self._changed.wait()
 
     async def _probe(self) -> None:
-        """Retry operations that failed, once their rest is over and if no caller is retrying them."""
+        """Retry the failed operations whose back-off is over and that no caller is retrying."""
         breaker, query = self._breaker, self._breaker.last_failed
         if query is None:
             return
@@ -317,7 +317,7 @@ class ResilientStore(Generic[Cfg]):
             finally:
                 breaker.end_attempt("put")
         if breaker.has_failed("claim") and breaker.begin_attempt("claim") is None:
-            # Not the claim that failed: another process would take it for a tune in progress.
+            # Not the claim that failed: to another process, it would look like a tune in progress.
             await self._claims.probe(replace(query, checksum="probe"))
 
     async def _answers(self, query: StoreQuery[Cfg]) -> bool:
@@ -329,11 +329,11 @@ class ResilientStore(Generic[Cfg]):
 
     async def catch_up(self) -> None:
         """Store the unsaved results after a successful put, unless a task of the selector does so."""
-        if not self._served:
+        if not self._is_serving:
             await self.flush()
 
     async def flush(self, until: float = math.inf) -> None:
-        """Try to store the unsaved results, until the store fails again; others' results are adopted into memory."""
+        """Store the unsaved results until the store fails again. If another process was first, adopt its result."""
         for waiting in self._unsaved.all():
             report = waiting.report
             if self._unsaved.of(report.key, report.checksum) is not waiting:
@@ -345,7 +345,7 @@ class ResilientStore(Generic[Cfg]):
                 self._adopt(report, stored)
 
     async def close(self, until: float) -> None:
-        """Try once more to store the unsaved results, even if the store is being left alone."""
+        """Try once more to store the unsaved results, even during a back-off."""
         if self._unsaved and anyio.current_time() < until:
             self._breaker.allow_all()
             await self.flush(until)

@@ -1,8 +1,8 @@
-"""JSON as stores read and write it: finite numbers only, and never long without letting the event loop run.
+"""JSON for stores: finite numbers only, parsed and written without blocking the event loop for long.
 
-The C code of `json` holds the interpreter lock for as long as it takes, in a worker thread too: a record of two
-megabytes would stop the event loop for a tenth of a second. So a large text is parsed with hooks written in
-Python, and a value is written piece by piece: between two of them, other threads get their turn.
+The C code of `json` holds the GIL until it is done, in a worker thread too: a record of two megabytes would stop the
+event loop for a tenth of a second. So a large text is parsed with hooks written in Python, and a value is written
+piece by piece: between two hooks or pieces, other threads can run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["discard", "dumps", "first", "loads", "value_at"]
 
 # The largest text parsed by C code alone, which takes under two milliseconds.
 _LARGE = 1 << 16
-# How far down values are written one by one: a report's outcomes lie at this depth.
+# The depth to which values are written one by one: a report's outcomes are at this depth.
 _PIECES_DEPTH = 3
 
 
@@ -32,7 +32,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def first(text: str) -> str:
-    """Return the part of a text that is its first JSON value, whatever follows.
+    """Return the first JSON value of a text, as text, without anything that follows it.
 
     Raises:
         ValueError: it does not begin with one.
@@ -42,7 +42,7 @@ def first(text: str) -> str:
 
 
 def value_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at a place in a text, and where it ends.
+    """Return the JSON value that begins at `start`, and the index of its end.
 
     Raises:
         ValueError: no value begins there.
@@ -55,7 +55,7 @@ def dumps(value: Any, depth: int = 0) -> str:
     """Return a value as JSON on one line: ASCII, keys sorted, so that equal values have equal texts.
 
     Raises:
-        TypeError: it has no place in JSON.
+        TypeError: it has no JSON form.
         ValueError: it has a number that is not finite.
     """
     if depth < _PIECES_DEPTH and type(value) is dict:
@@ -67,7 +67,7 @@ def dumps(value: Any, depth: int = 0) -> str:
 
 
 def discard(value: Any, depth: int = 0) -> None:
-    """Empty a parsed value that is not used elsewhere, piece by piece: freeing two megabytes at once takes 12 ms."""
+    """Empty a parsed value that is no longer used, piece by piece: freeing two megabytes at once takes 12 ms."""
     if depth < _PIECES_DEPTH and type(value) in (dict, list):
         while value:
             discard(value.popitem()[1] if type(value) is dict else value.pop(), depth + 1)
@@ -98,5 +98,5 @@ def _unchanged(value: dict[str, Any]) -> dict[str, Any]:
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _SMALL_TEXTS = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
-# The same values. A call of a function in Python is where another thread may take over.
+# Returns the same values. At each call of a hook, which is Python code, another thread may take the GIL.
 _LARGE_TEXTS = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_hook=_unchanged)

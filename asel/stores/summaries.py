@@ -1,7 +1,7 @@
-"""Summaries of records, without their reports: quick to read, and small to keep by the thousand.
+"""Summaries of records, without their reports: fast to read, and small enough to keep thousands.
 
-A report is most of a record. The digest vouches for the whole line, so the part before the report can be read
-on its own: 10,000 records of 5 kB take 0.2 s this way, and 1.4 s when each is parsed whole.
+The report is the largest part of a record. The digest covers the whole line, so the part before the report can be
+parsed alone: 10,000 records of 5 kB take 0.2 s this way, and 1.4 s if each is parsed completely.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Addressed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordSummary:
-    """A record without its report. The config stays JSON text until somebody asks for it."""
+    """A record without its report. The config stays JSON text until it is needed."""
 
     key: CacheKey
     checksum: str
@@ -55,7 +55,7 @@ class RecordSummary:
 
     @property
     def is_user_put(self) -> bool:
-        """Whether a user put it, rather than a tune."""
+        """Whether a user put it. If not, it is the result of a tune."""
         return not self.checksum and not self.environment
 
     @classmethod
@@ -76,7 +76,7 @@ class RecordLine(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | bytes) -> RecordLine:
-        """Return the record of a line of JSON, however it is formatted.
+        """Return the record of a line of JSON, in any formatting.
 
         Raises:
             OtherSchemaError: it is of another version.
@@ -106,7 +106,7 @@ _MIDDLE = re.compile(
 
 
 def _summary(line: str) -> RecordSummary | None:
-    """Return the summary of a line that is just as asel writes it; None for any other.
+    """Return the summary of a line that is formatted as asel writes it; None for any other.
 
     Raises:
         ValueError: it is not JSON.
@@ -124,7 +124,7 @@ def _summary(line: str) -> RecordSummary | None:
     if not math.isfinite(float(created)):
         return None
     return RecordSummary(
-        # The same few devices and kernels stand in thousands of records.
+        # Thousands of records have the same few devices and kernels.
         key=CacheKey(sys.intern(device), sys.intern(op_id), call),
         checksum=json.loads(checksum),
         environment=_environment(environment),

@@ -1,6 +1,6 @@
-"""Exports and imports: records out of one store as a document, and into another.
+"""Exports the records of a store as a document, and imports documents.
 
-Records pass a few at a time, and slow steps run in threads, so the event loop goes on however large a cache is.
+Records pass a few at a time, and slow steps run in threads, so a large cache does not block the event loop.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ class Imported:
 
     imported: int
     skipped: tuple[tuple[Address, str], ...] = ()
-    """The records that were there already, or twice in the document, with the reason."""
+    """The records that existed already, or were twice in the document, with the reason."""
     mismatched: tuple[tuple[str, str], ...] = ()
     """The records that could not be imported, with the reasons."""
 
 
-# Out of a store.
+# Exports.
 
 
 async def export(store: Store, filter: Callable[[Record], bool] | None) -> bytes:
     """Return a store's records as a document."""
     lines: dict[tuple[str, ...], bytes] = {}
 
-    def add(step: list[Record]) -> None:
-        lines.update((_sort_key(record.address), record.line().encode()) for record in step)
+    def add(batch: list[Record]) -> None:
+        lines.update((_sort_key(record.address), record.line().encode()) for record in batch)
 
     def document() -> bytes:
         whole = io.BytesIO()
         whole.writelines(in_pieces(lines.pop(key) for key in in_order(lines)))
         return whole.getvalue()
 
-    async for step in record_batches(store, filter):
-        await run_in_thread("exporting", partial(add, step))
+    async for batch in record_batches(store, filter):
+        await run_in_thread("exporting", partial(add, batch))
     return await run_in_thread("exporting", document)
 
 
 async def export_to(store: Store, path: str | os.PathLike[str], filter: Callable[[Record], bool] | None) -> int:
-    """Write a store's records to a file as a document, in one step; return how many there are."""
+    """Write a store's records to a file as a document, in one step; return their number."""
     target = await run_in_thread("exporting", partial(_absolute, path))
     if await run_in_thread("exporting", lambda: os.path.realpath(target) == os.path.realpath(store.location)):
-        raise InvalidRequestError(f"{target} is where the records are; export them to another file")
+        raise InvalidRequestError(f"{target} is the store itself; export the records to another file")
     try:
         spool = await run_in_thread("exporting", tempfile.TemporaryFile)
         try:
-            return await _export_by(spool, store, target, filter)
+            return await _export_through(spool, store, target, filter)
         finally:
             # Closing it frees its blocks, which takes 20 ms for 50 MB.
             leave_to_thread("closing a temporary file", spool.close)
@@ -88,62 +88,62 @@ async def export_to(store: Store, path: str | os.PathLike[str], filter: Callable
         raise StoreError(f"exporting to {target} failed: {error}", location=str(target)) from error
 
 
-async def _export_by(spool: IO[bytes], store: Store, target: Path, filter: Callable[[Record], bool] | None) -> int:
-    """Write a store's records to a file; meanwhile they are in the spool, in the order in which they were listed."""
+async def _export_through(spool: IO[bytes], store: Store, target: Path, filter: Callable[[Record], bool] | None) -> int:
+    """Copy a store's records into a temporary file as they are listed, and then into the target in order."""
     places: dict[tuple[str, ...], tuple[int, int]] = {}
 
-    def add(step: list[Record]) -> None:
-        for record in step:
+    def add(batch: list[Record]) -> None:
+        for record in batch:
             line = record.line().encode()
             places[_sort_key(record.address)] = spool.tell(), len(line)
             spool.write(line)
 
     def lines() -> Iterator[bytes]:
         for key in in_order(places):
-            offset, size = places.pop(key)  # to free it here: thousands at once would hold up the event loop
+            offset, size = places.pop(key)  # frees it here: freeing thousands at once would block the event loop
             spool.seek(offset)
             yield spool.read(size)
 
-    async for step in record_batches(store, filter):
-        await run_in_thread("exporting", partial(add, step))
+    async for batch in record_batches(store, filter):
+        await run_in_thread("exporting", partial(add, batch))
     count = len(places)
     await run_in_thread("exporting", lambda: write_document(target, in_pieces(lines())))
     return count
 
 
 def _sort_key(address: Address) -> tuple[str, ...]:
-    """Return an address as a plain tuple, which sorts alike; the collector forgets it, but not a NamedTuple."""
+    """Return an address as a plain tuple, which the garbage collector stops tracking, unlike a NamedTuple."""
     return (*address.key, address.checksum, address.environment)
 
 
-# Into a store.
+# Imports.
 
 
 async def import_(
     store: Store, document: Mapping[str, Any] | bytes | str | os.PathLike[str], load: Callable[[Any], object]
 ) -> Imported:
-    """Put those records of a document into a store that `load` can read."""
-    taken = _Import(store, load)
+    """Import the records of a document whose configs `load` can read."""
+    running = _Import(store, load)
     try:
         if isinstance(document, Mapping):
-            await taken.take(_found_in_facts(records_in(document)))
+            await running.add(_found_in_facts(records_in(document)))
         elif isinstance(document, bytes):
-            await taken.take(_found_in_file(io.BytesIO(document), "the document"))
+            await running.add(_found_in_file(io.BytesIO(document), "the document"))
         else:
             with await run_in_thread("importing", partial(_opened, document)) as file:
-                await taken.take(_found_in_file(file, file.name))
+                await running.add(_found_in_file(file, file.name))
     except RecordError as error:
         raise InvalidRequestError(f"this cannot be imported: {error}") from error
     except StoreError:
         raise
     except OSError as error:
         raise InvalidRequestError(f"this cannot be imported: {error}") from error
-    return Imported(taken.imported, tuple(taken.skipped), tuple(taken.mismatched))
+    return Imported(running.imported, tuple(running.skipped), tuple(running.mismatched))
 
 
 @dataclass(slots=True)
 class _Import:
-    """An import under way."""
+    """A running import."""
 
     store: Store
     load: Callable[[Any], object]
@@ -151,7 +151,7 @@ class _Import:
     skipped: list[tuple[Address, str]] = field(default_factory=list)
     mismatched: list[tuple[str, str]] = field(default_factory=list)
 
-    async def take(self, found: Iterator[Found]) -> None:
+    async def add(self, found: Iterator[Found]) -> None:
         page = Page()
         while (changes := await run_in_thread("importing", partial(self._next, found))) is not None:
             for change in changes:
@@ -163,14 +163,14 @@ class _Import:
         await self._put(page)
 
     def _next(self, found: Iterator[Found]) -> list[Change] | None:
-        """Return the changes that the next records make; None at the end."""
-        step = next(found, None)
-        if step is None:
+        """Return the changes for the next records; None at the end."""
+        batch = next(found, None)
+        if batch is None:
             return None
-        self.mismatched += ((bad.where, bad.reason) for bad in step.rejected)
+        self.mismatched += ((bad.where, bad.reason) for bad in batch.rejected)
         other = f"it is of another version, and this asel reads version {records.SCHEMA}"
-        self.mismatched += ((f"a record of {len(text)} bytes", other) for text in step.foreign)
-        return [Change(line.address, line.text) for line in step.lines if self._fits(line)]
+        self.mismatched += ((f"a record of {len(text)} bytes", other) for text in batch.foreign)
+        return [Change(line.address, line.text) for line in batch.lines if self._fits(line)]
 
     def _fits(self, line: Line) -> bool:
         try:
@@ -185,11 +185,12 @@ class _Import:
             if changed.done:
                 self.imported += 1
                 continue
-            same = change.line == changed.line or await run_in_thread("importing", partial(_is_alike, change, changed))
-            self.skipped.append((change.address, "there already" + ("" if same else ", with another config")))
+            same = partial(_same_config, change, changed)
+            is_same = change.line == changed.line or await run_in_thread("importing", same)
+            self.skipped.append((change.address, "there already" + ("" if is_same else ", with another config")))
 
 
-def _is_alike(change: Change, changed: Changed) -> bool:
+def _same_config(change: Change, changed: Changed) -> bool:
     return Record.from_json(change.line).cfg == changed.record().cfg
 
 
@@ -218,5 +219,5 @@ def _found_in_file(file: IO[bytes], where: str) -> Iterator[Found]:
             raise RecordError(rejected[0].reason)
         return
     lines = bare_lines(iter(partial(file.readline, MAX_BYTES + 2), b""), 2)
-    while step := list(islice(lines, READ_BATCH)):
-        yield read_lines(step, where)
+    while batch := list(islice(lines, READ_BATCH)):
+        yield read_lines(batch, where)

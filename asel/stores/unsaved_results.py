@@ -16,14 +16,14 @@ _MAX_RESULTS = 10_000
 class UnsavedResult(NamedTuple):
     report: TuneReport  # type: ignore[type-arg]
     replace: bool
-    """Whether it replaces the record that the store has."""
+    """Whether it replaces an existing record."""
 
 
 class UnsavedResults(Generic[Cfg]):
-    """The latest result of each key and checksum, up to a number: the oldest is dropped first.
+    """The latest unsaved result of each key and checksum; beyond a limit, the oldest is dropped.
 
-    A result may be put while an older one of its address is being stored. So a caller that begins to store
-    notes the result that waited then, and passes it as `before`: a newer result is neither replaced nor removed.
+    A result may be put while an older one of its address is being stored. So a caller notes the waiting result before
+    it begins to store, and passes it as `before`: a newer result is neither replaced nor removed.
     """
 
     def __init__(self) -> None:

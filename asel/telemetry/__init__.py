@@ -1,4 +1,4 @@
-"""Sinks that turn events into spans, measurements and log entries, and `configure`, which sets up where those go."""
+"""Sinks that turn events into spans, measurements and log entries, and `configure`, which sets up their exporters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 @functools.cache
 def default_sinks() -> tuple[Sink, ...]:
-    """Return the sinks of a selector that was given none: telemetry is on."""
+    """Return the sinks of a selector without sinks of its own: telemetry is on by default."""
     return (OpenTelemetrySink(), MetricsSink(), StructlogSink())
 
 

@@ -20,7 +20,7 @@ __all__ = ["CapturedTelemetry", "SpanTree"]
 
 @dataclass(frozen=True, slots=True)
 class SpanTree:
-    """A span and those below it; times are seconds since asel's first captured span began."""
+    """A span and its descendants; times are seconds since the start of asel's first captured span."""
 
     name: str
     start: float
@@ -28,13 +28,13 @@ class SpanTree:
     attributes: Mapping[str, Any]
     status: str
     links: tuple[str, ...]
-    """The names of the spans it links to; `?` for one that was not captured."""
+    """The names of the linked spans; `?` for a span that was not captured."""
     children: tuple[SpanTree, ...]
 
     def outline(self, depth: int = 0) -> str:
         """Return the tree as text: a line for each span with its times, its status if set, and its links."""
         line = f"{'  ' * depth}{self.name}"
-        # Other spans have wall-clock times, which mean nothing in a test in virtual time.
+        # Other spans have wall-clock times, which are meaningless in virtual time.
         line += f" {self.start:g}-{self.end:g}" if self.name.startswith("asel.") else ""
         line += "" if self.status == "UNSET" else f" {self.status}"
         line += "".join(f" -> {link}" for link in self.links)
@@ -42,10 +42,10 @@ class SpanTree:
 
 
 class CapturedTelemetry:
-    """The spans, measurements and entries of a selector with `sinks=captured.sinks`, made at once and kept.
+    """Keeps the spans, measurements and log entries of a selector with `sinks=captured.sinks`, in memory.
 
-    `tracer` makes spans around the calls. With a `pipeline`, telemetry goes through the pipeline's thread as in
-    production, and `pipeline.flush()` waits for it. Nothing global is touched.
+    `tracer` makes spans around the calls. Telemetry is made synchronously; with a `pipeline`, in the pipeline's thread
+    as in production, and `pipeline.flush()` waits for it. Nothing global is changed.
     """
 
     def __init__(self, *, sampler: Any = None, pipeline: Pipeline | None = None) -> None:
@@ -57,7 +57,7 @@ class CapturedTelemetry:
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
         self._exporter = InMemorySpanExporter()
-        # By default the SDK starts threads to detect its host, and waits for them.
+        # By default the SDK starts threads to detect its host and waits for them.
         nowhere = Resource.get_empty()
         provider = TracerProvider(sampler=sampler, resource=nowhere, shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
@@ -79,12 +79,12 @@ class CapturedTelemetry:
 
     @property
     def spans(self) -> list[Any]:
-        """The spans that have ended, as the SDK has them."""
+        """The SDK's spans that have ended."""
         return list(self._exporter.get_finished_spans())
 
     @property
     def trees(self) -> list[SpanTree]:
-        """The spans that have ended, each root with what is below it, in the order in which they began."""
+        """The spans that have ended, as trees, in order of their start."""
         spans = sorted(self.spans, key=lambda span: (span.start_time, span.end_time))
         zero = next((span.start_time for span in spans if span.name.startswith("asel.")), 0)
         names = {span.context.span_id: span.name for span in spans}
@@ -114,7 +114,7 @@ class CapturedTelemetry:
         return found
 
     def exemplars(self) -> dict[str, list[Any]]:
-        """Return the exemplars since the last call, by histogram: each has its trace and span."""
+        """Return the exemplars since the last call, by histogram. Each has the ids of its trace and span."""
         data = self._reader.get_metrics_data()
         metrics = [m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics] if data else []
         points = {metric.name: list[Any](metric.data.data_points) for metric in metrics}
@@ -126,7 +126,7 @@ def _value(point: Any) -> Any:
 
 
 def _keeping(entries: list[dict[str, Any]]) -> Any:
-    """Return a logger that keeps entries instead of writing them, with the caller's context variables."""
+    """Return a logger that adds entries to a list, with the caller's context variables."""
     import structlog
 
     def keep(logger: Any, level: str, entry: Any) -> Any:

@@ -1,6 +1,6 @@
-"""`configure`: the SDK, its exporters and structlog in one call, for people who have set up nothing.
+"""`configure`: sets up the SDK, its exporters and structlog in one call, for applications without a setup.
 
-Anything that the application has set up itself is left alone.
+Anything that the application has set up itself stays in place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LOGGERS = (
 
 
 class Telemetry:
-    """The set-up that `configure` made. Printing it shows what is sent where; closing sends the rest and undoes it.
+    """The set-up that `configure` made. Printing it lists the destinations; closing it sends the queues and undoes it.
 
     Closing takes at most `close_timeout_s` seconds, even if the collector is down. On an event
     loop use `async with` or `await aclose()`.
@@ -67,21 +67,21 @@ class Telemetry:
     def __init__(self, service_name: str, close_timeout_s: float) -> None:
         self.service_name = service_name
         self.close_timeout_s = close_timeout_s
-        self.did: list[str] = []
+        self.lines: list[str] = []
         self._providers: dict[Signal, Any] = {}
         self._queues: list[ExportQueue[Any]] = []
         self._undo: list[Callable[[], object]] = []
-        # For when no request is in flight any more.
+        # Run when no request is in flight any more.
         self._undo_last: list[Callable[[], object]] = []
         self._closing = threading.RLock()
         self._closed = False
         self._sent_all = False
 
     def __str__(self) -> str:
-        return "\n".join([f"telemetry of {redact(self.service_name)!r}", *(f"  {line}" for line in self.did)])
+        return "\n".join([f"telemetry of {redact(self.service_name)!r}", *(f"  {line}" for line in self.lines)])
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Send everything queued; False if the collector does not take it in time. Blocks: not for event loops."""
+        """Send everything queued; return False if that takes longer. Blocks, so do not call it on an event loop."""
         deadline = time.monotonic() + timeout_s
         flushed = shared_pipeline().flush(timeout_s)
         left_ms = max(0, round((deadline - time.monotonic()) * 1000))
@@ -89,7 +89,7 @@ class Telemetry:
         return _all_within(deadline, calls) and flushed
 
     def close(self) -> bool:
-        """Send everything queued, and undo the set-up; False if not all of it could be sent.
+        """Send everything queued and undo the set-up; return False if not everything could be sent.
 
         Unsent spans and log records are counted in `asel.telemetry.dropped`, and a warning has their number.
         """
@@ -109,7 +109,7 @@ class Telemetry:
         flushed = shared_pipeline().flush(self.close_timeout_s)
         _run_all(self._undo)
         lost = sum(queue.lost for queue in self._queues)
-        # Metrics last, and with their own time: they report how much the queues lost.
+        # Metrics last, and with time of their own: they report the losses of the queues.
         queued = [provider.shutdown for signal, provider in self._providers.items() if signal != "metrics"]
         threads: list[threading.Thread] = []
         closed = _all_within(begun + _QUEUES_SHARE * self.close_timeout_s, queued, threads)
@@ -119,7 +119,7 @@ class Telemetry:
         closed = _all_within(begun + self.close_timeout_s, sums, threads) and closed
         if closed:
             _run_all(self._undo_last)
-        else:  # a request may be in flight, and its failure will be logged later
+        else:  # a request may be in flight, and its failure is logged later
             threading.Thread(target=self._undo_after, args=[threads], name=_CLOSING, daemon=True).start()
         return closed and flushed and lost == sum(queue.lost for queue in self._queues)
 
@@ -131,7 +131,7 @@ class Telemetry:
         _run_all(self._undo_last)
 
     async def aclose(self) -> bool:
-        """Close, without holding up the event loop."""
+        """Close without blocking the event loop."""
         return await run_in_thread("closing telemetry", self.close)
 
     def __enter__(self) -> Self:
@@ -176,13 +176,13 @@ def configure(
     """Send traces, metrics and logs to a collector, and log entries to the console or a file, as asked.
 
     OpenTelemetry's environment variables count: `OTEL_EXPORTER_OTLP_ENDPOINT` if no endpoint is given,
-    `OTEL_SERVICE_NAME` before `service_name`, `OTEL_TRACES_EXPORTER` and its like (`otlp`, `console`, `none`),
+    `OTEL_SERVICE_NAME` before `service_name`, `OTEL_TRACES_EXPORTER` and its siblings (`otlp`, `console`, `none`),
     `OTEL_TRACES_SAMPLER`, `OTEL_SDK_DISABLED`, and those the SDK reads itself. Call it before there is an event loop:
     the SDK detects its host in threads. Tracers obtained meanwhile keep using it after it is closed.
 
     Raises:
-        InvalidRequestError: a variable cannot be honoured, the endpoint is not a URL, or the exporter is not installed.
-            Nothing was set up.
+        InvalidRequestError: a variable has an invalid value, the endpoint is not a URL, or the exporter is not
+            installed. Nothing was set up.
     """
     telemetry = Telemetry(setting("OTEL_SERVICE_NAME") or service_name, close_timeout_s)
     plans = _plans(telemetry, otlp_endpoint)
@@ -207,33 +207,33 @@ def configure(
 
 
 def _plans(telemetry: Telemetry, otlp_endpoint: str | None) -> list[Plan]:
-    """Return a plan for each signal that is exported, and note what happens to each signal.
+    """Return a plan for each signal that is exported, and note the destination of each signal.
 
     Raises:
         InvalidRequestError: a variable has a value that cannot be used.
     """
     if setting("OTEL_SDK_DISABLED").lower() == "true":
-        telemetry.did.append(f"traces, metrics, logs: off, {_OFF}")
+        telemetry.lines.append(f"traces, metrics, logs: off, {_OFF}")
         return []
     plans = []
     for signal, place in GLOBAL_PROVIDERS.items():
         if (provider := place.current) is not None:
             by = "an earlier configure" if provider in _made_here else "the application"
-            telemetry.did.append(f"{signal}: left to the provider that {by} has set")
+            telemetry.lines.append(f"{signal}: left to the provider that {by} has set")
         elif found := destinations(signal, otlp_endpoint):
             plans.append(planned(signal, found))
-            telemetry.did.append(str(plans[-1]))
+            telemetry.lines.append(str(plans[-1]))
         else:
             variable = f"OTEL_{signal.upper()}_EXPORTER"
             why = f"{variable} is none" if setting(variable) else "there is no endpoint"
-            telemetry.did.append(f"{signal}: nowhere, {why}")
+            telemetry.lines.append(f"{signal}: nowhere, {why}")
     if plans:
         check_resource()
     return plans
 
 
 def _make(telemetry: Telemetry, plans: list[Plan]) -> None:
-    """Make a provider for each plan, not yet global."""
+    """Make a provider for each plan, without making it global."""
     if not plans:
         return
     from asel.telemetry.providers import make_providers
@@ -253,7 +253,7 @@ def _hide(telemetry: Telemetry, secrets: list[str]) -> None:
 def _make_global(telemetry: Telemetry) -> None:
     for signal, provider in telemetry._providers.items():
         place = GLOBAL_PROVIDERS[signal]
-        # Before the setter, which may fail after it has set the provider.
+        # Appended before the setter is called, which may fail after it has set the provider.
         telemetry._undo.append(functools.partial(place.unset, provider))
         _made_here.add(provider)
         place.set(provider)
@@ -293,21 +293,21 @@ def _all_within(
 
 
 def _make_outputs(telemetry: Telemetry, log_provider: Any, console: bool, file: Path | None) -> list[Output]:
-    """Return the outputs of structlog's entries; empty if structlog is left as it is."""
+    """Return the outputs of structlog's entries; empty if structlog is not to be configured."""
     if structlog.is_configured():
-        telemetry.did.append("structlog: left as the application has configured it")
+        telemetry.lines.append("structlog: left as the application has configured it")
         return []
     outputs: list[Output] = []
     if log_provider is not None:
         outputs.append(sent(log_provider.get_logger("asel", VERSION)))
     if console:
-        telemetry.did.append("structlog: to the console, from info on")
+        telemetry.lines.append("structlog: to the console, from info on")
         outputs.append(printed())
     if file is not None:
         stream = file.open("a", encoding="utf-8", buffering=1)
         telemetry._undo.append(stream.close)
-        telemetry.did.append(f"structlog: as JSON to {redact(file)}, from info on")
+        telemetry.lines.append(f"structlog: as JSON to {redact(file)}, from info on")
         outputs.append(printed(stream))
     if not outputs:
-        telemetry.did.append("structlog: not configured, neither console nor file was asked for")
+        telemetry.lines.append("structlog: not configured, neither console nor file was asked for")
     return outputs

@@ -1,6 +1,6 @@
-"""The HTTP sessions of exporters: how their requests ended, and new connections after a fork.
+"""The HTTP sessions of exporters: the outcomes of their requests, and new connections after a fork.
 
-An exporter says only whether a batch arrived. Whether it is worth sending again depends on how the request failed.
+An exporter returns only whether a batch arrived. Whether to send it again depends on the cause of the failure.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _RETRYABLE = frozenset({429, 502, 503, 504})
 
 
 class Connection:
-    """Watches the requests of a `requests.Session`."""
+    """Records the outcomes of the requests of a `requests.Session`."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
         self.outcomes: list[Outcome] = []
         self._request = session.request
         self._errors = import_module("requests.exceptions")
-        session.request = self._watched
+        session.request = self._recorded
         renew_after_fork(self)
 
-    def _watched(self, *arguments: Any, **options: Any) -> Any:
+    def _recorded(self, *arguments: Any, **options: Any) -> Any:
         try:
             response = self._request(*arguments, **options)
         except Exception as error:
@@ -46,18 +46,18 @@ class Connection:
         return Outcome.UNREACHED if is_connection else Outcome.REFUSED  # such as a URL that cannot be used
 
     def failure(self) -> Outcome:
-        """Return why an export failed, from its requests; without a request it was the exporter that refused."""
+        """Return the cause of a failed export. If there was no request, the exporter itself refused the batch."""
         if Outcome.UNANSWERED in self.outcomes:
             return Outcome.UNANSWERED  # the exporter may have tried to connect once more
         return self.outcomes[-1] if self.outcomes else Outcome.REFUSED
 
     def renew(self) -> None:
-        """In a forked child, open new connections and use no lock that another thread may have held.
+        """In a forked child, use new connections and new locks.
 
-        Two processes that write to one connection make nonsense of both their requests.
+        Requests of two processes on one connection would be mixed up, and a copied lock may be held for ever.
         """
         session = self.session
         for prefix, adapter in list(session.adapters.items()):
-            session.adapters[prefix] = copy.copy(adapter)  # has the settings, and an empty pool
+            session.adapters[prefix] = copy.copy(adapter)  # with the same settings and an empty pool
         session.cookies = copy.copy(session.cookies)
         self.outcomes = []

@@ -1,7 +1,7 @@
-"""Reads those of OpenTelemetry's environment variables that configure objects which `configure` builds.
+"""Reads OpenTelemetry's environment variables, as far as they apply to `configure`.
 
-An empty variable counts as unset, as OpenTelemetry specifies. An unusable value is refused before anything is built:
-the SDK would log a line and use a default, or raise after half of its objects exist.
+An empty variable counts as unset, as OpenTelemetry specifies. An invalid value is refused before anything is built:
+the SDK would log a line and use a default, or raise an error halfway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 Signal = Literal["traces", "metrics", "logs"]
 
 _HTTP = "http/protobuf"
-# OpenTelemetry's default, for an exporter that is named in the environment without an endpoint.
+# OpenTelemetry's default, for an exporter that the environment names without an endpoint.
 _DEFAULT_ENDPOINT = "http://localhost:4318"
 _SAMPLERS = (
     "parentbased_always_on",
@@ -49,7 +49,7 @@ _SAMPLERS = (
 )
 _METRICS = "OTEL_EXPORTER_OTLP_METRICS_"
 _HISTOGRAMS = ("explicit_bucket_histogram", "base2_exponential_bucket_histogram")
-# Limits that the SDK's providers read when they are made.
+# Limits that the SDK's providers read from the environment.
 _COUNTS: dict[Signal, tuple[str, ...]] = {
     "traces": (
         "OTEL_ATTRIBUTE_COUNT_LIMIT",
@@ -71,7 +71,7 @@ _COUNTS: dict[Signal, tuple[str, ...]] = {
 }
 # The longest timeout of a socket: poll() counts milliseconds in an int.
 _MAX_S = min(threading.TIMEOUT_MAX, (2**31 - 1) // 1000)
-# The exporter would log a header that does not fit this form, credentials included.
+# The exporter would log a header that does not match, with its credentials.
 _HEADER = re.compile(r"\s*[^\s\"(),/:;<=>?@\[\\\]{}]+\s*=[^\",;\\\x00-\x1f\x7f-\U0010ffff]*")
 
 
@@ -91,14 +91,14 @@ class Destination:
         if self.kind == "console":
             return "the console (stderr)"
         url, mark, query = self.endpoint.partition("?")
-        # Every value: collectors expect their tokens under any name.
+        # All values are hidden: the parameter with the token may have any name.
         names = [name + ("=***" if given else "") for name, given, _ in (p.partition("=") for p in query.split("&"))]
         return redact(url) + mark + "&".join(names)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The size of a queue and of its batches, and how long it collects a batch."""
+    """The size of a queue and of its batches, and the longest time to collect a batch."""
 
     queue_size: int
     batch_size: int
@@ -107,7 +107,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to build for one signal; its text says where the signal goes."""
+    """The settings of the provider of one signal. Its text is the destinations of the signal."""
 
     signal: Signal
     destinations: list[Destination]
@@ -129,7 +129,7 @@ class Plan:
 
 
 def planned(signal: Signal, found: list[Destination]) -> Plan:
-    """Return the plan for a signal with these destinations, as the environment configures it.
+    """Return the plan for a signal with these destinations, with settings from the environment.
 
     Raises:
         InvalidRequestError: a variable has a value that cannot be used.
@@ -160,7 +160,7 @@ def setting(name: str) -> str:
 
 @contextmanager
 def without_blanks() -> Iterator[None]:
-    """Hide OpenTelemetry's variables that are empty or blank: parts of the SDK take them for values."""
+    """Hide blank variables of OpenTelemetry, because parts of the SDK do not treat them as unset."""
     blank = {name: text for name, text in os.environ.items() if name.startswith("OTEL_") and not text.strip()}
     for name in blank:
         del os.environ[name]
@@ -184,10 +184,10 @@ def check_resource() -> None:
 
 
 def _number(name: str, default: float, *, unit: str = "", minimum: int | None = None) -> float:
-    """Return a variable as a time above zero in its unit, or with a `minimum` as a whole number of at least that.
+    """Return a variable's number: with `minimum`, an integer of at least that; otherwise a time above zero in `unit`.
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: it is not such a number.
     """
     text = setting(name)
     if not text:
@@ -236,7 +236,7 @@ def _queue_limits(prefix: Literal["OTEL_BSP", "OTEL_BLRP"]) -> Limits:
     """Return the limits that the variables of a batch processor set: BSP for spans, BLRP for log records."""
     size = int(_number(f"{prefix}_MAX_QUEUE_SIZE", 2048, minimum=1))
     batch = int(_number(f"{prefix}_MAX_EXPORT_BATCH_SIZE", min(512, size), minimum=1))
-    # Checked, and not used, as in the SDK: an exporter has its own, OTEL_EXPORTER_OTLP_TIMEOUT.
+    # Checked but not used, as in the SDK: an exporter has its own timeout, OTEL_EXPORTER_OTLP_TIMEOUT.
     _number(f"{prefix}_EXPORT_TIMEOUT", 30_000, unit="milliseconds")
     if batch > size:
         name = f"{prefix}_MAX_EXPORT_BATCH_SIZE"
@@ -255,7 +255,7 @@ def check_endpoint(given: str) -> None:
 
 
 def destinations(signal: Signal, given: str | None) -> list[Destination]:
-    """Return a signal's destinations, from the caller's endpoint and the environment; empty if it goes nowhere.
+    """Return a signal's destinations, from the caller's endpoint and the environment; empty if there is none.
 
     Raises:
         InvalidRequestError: a variable names an exporter or protocol that asel lacks, or the endpoint is not a URL.
@@ -290,7 +290,7 @@ def _otlp(signal: Signal, given: str | None, *, asked_for: bool) -> Destination 
             advice = f"set it to {_HTTP} and the endpoint to the collector's port for HTTP, usually 4318"
             raise InvalidRequestError(f"configure: {name}={redact(setting(name))!r} is not supported: {advice}")
         if setting(name):
-            break  # the signal's own variable hides the shared one
+            break  # the signal's own variable takes precedence
     for middle in ("", f"{signal.upper()}_"):
         _number(f"OTEL_EXPORTER_OTLP_{middle}TIMEOUT", 10, unit="seconds")
         _choice(f"OTEL_EXPORTER_OTLP_{middle}COMPRESSION", "none", "gzip", "deflate")
@@ -314,7 +314,7 @@ def _credential_provider(signal: Signal) -> EntryPoint | None:
 
 
 def _split(name: str, url: str) -> SplitResult:
-    """Split a URL. No message repeats it: in a misspelt one, any part may hold the password."""
+    """Split a URL. No message repeats it: in a misspelt URL, any part may hold the password."""
     try:
         parts = urlsplit(url.strip())
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -346,7 +346,7 @@ def _passwords(user_info: str) -> Iterable[str]:
 
 
 def _values(query: str) -> Iterable[str]:
-    # The values of all parameters: an exporter's log messages lose nothing without them.
+    # Of all parameters, since any may be a token.
     values = [piece.partition("=")[2] for piece in query.split("&")]
     return [*values, *map(unquote, values)]
 

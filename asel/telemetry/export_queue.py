@@ -1,7 +1,8 @@
 """A bounded queue with priorities, in front of an exporter.
 
-The SDK's batch processors drop the oldest item of a full queue, whatever it is, and asel cannot see how many. With a
-slow collector that loses most tunes, because thousands of hits surround each. This queue drops hits first, and counts.
+The SDK's batch processors drop the oldest item of a full queue, of any kind, without a count that asel can read.
+With a slow collector that loses most tunes, since there are thousands of hits for each tune. This queue drops hits
+first, and counts every loss.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ T = TypeVar("T")
 Reason = Literal["queue_full", "export_failed", "closed"]
 DROP_REASONS: tuple[Reason, ...] = ("queue_full", "export_failed", "closed")
 
-# How many traces with a vital span are remembered; the least recent is forgotten first.
+# Traces with a vital span that are remembered; the least recent is forgotten first.
 _MAX_TRACES = 4096
 
 
 class Rank(IntEnum):
-    """Priorities, lowest first. Each has a queue of its own.
+    """Priorities, lowest first. Each has its own queue.
 
-    A `COMPANION` is any other item in the trace of a vital one, so that a trace with a tune is kept whole.
+    A `COMPANION` is an item in the same trace as a vital item: traces with a tune are kept whole.
     """
 
     HIT = 0
@@ -49,7 +50,7 @@ _SHARES = (1, 2, 4, 16)
 
 
 class Outcome(Enum):
-    """How sending a batch ended."""
+    """The outcome of sending a batch."""
 
     ARRIVED = "arrived"
     UNREACHED = "the collector cannot be reached or is not ready"
@@ -58,9 +59,9 @@ class Outcome(Enum):
     REFUSED = "the collector refuses them"
 
 
-# A vital item may fail for this much in total. Five attempts to reach the collector, with the exporter's timeout of
-# 10 s and the queue's delay of 5 s, cover its restart of about a minute. A slow collector gets an item three times at
-# the most, since it may have taken each. An answer that refuses the batch is final.
+# The total cost of failures after which a vital item is dropped. Five attempts to reach the collector, with the
+# exporter's timeout of 10 s and the queue's delay of 5 s, cover its restart of about a minute. A slow collector gets an
+# item at most three times, since it may have accepted each. A refusal is final.
 _PATIENCE = 5
 _COSTS = {Outcome.UNREACHED: 1, Outcome.UNANSWERED: 2, Outcome.REFUSED: _PATIENCE}
 
@@ -73,7 +74,7 @@ class _Queued(Generic[T]):
 
 
 class _Flush:
-    """A caller that waits for the items of an epoch and of all earlier ones."""
+    """A caller that waits for the items of an epoch and of all earlier epochs."""
 
     __slots__ = ("epoch", "left", "lost")
 
@@ -93,7 +94,7 @@ class ExportQueue(Generic[T]):
         self._bounds = tuple(share * limits.queue_size for share in _SHARES)
         self._begin()
         for reason in DROP_REASONS:
-            _drops[signal, reason] += 0  # a series that starts at zero shows its first increase
+            _drops[signal, reason] += 0  # Prometheus sees the first increase only of a series that starts at zero
         _queues.add(self)
 
     def _begin(self) -> None:
@@ -105,11 +106,11 @@ class ExportQueue(Generic[T]):
         self._flushed = threading.Condition(self._lock)
         self._due = threading.Event()
         self._hurry = threading.Event()
-        # Each flush begins an epoch, so that it need not wait for items that are queued after the call.
+        # Each flush begins an epoch, so that it does not wait for later items.
         self._epoch = 0
         self._flushes: list[_Flush] = []
         self._in_flight: list[_Queued[T]] = []
-        # Items lost so far, and that number when the current run of losses began; None while there is none.
+        # Items lost so far, and that number at the start of the current run of losses, if there is one.
         self.lost = 0
         self._lost_before: int | None = None
         self._thread: threading.Thread | None = None
@@ -163,7 +164,7 @@ class ExportQueue(Generic[T]):
         return is_first
 
     def _lose(self, items: Sequence[_Queued[T]], reason: Reason) -> bool:
-        """Count a loss; return whether it is the first of a run, which ends when the queue has been sent."""
+        """Count lost items; return whether they are the first of a run, which ends when the queue is empty."""
         with _drops_lock:
             _drops[self.signal, reason] += len(items)
         for flush in self._flushes:
@@ -188,7 +189,7 @@ class ExportQueue(Generic[T]):
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name=f"asel telemetry: {self.signal}", daemon=True)
-        # Too many threads, or the interpreter is exiting: the item stays queued and the next one tries again.
+        # Too many threads, or the interpreter is exiting: the item stays queued, and the next `put` tries again.
         with suppress(RuntimeError):
             thread.start()
             self._thread = thread
@@ -216,12 +217,12 @@ class ExportQueue(Generic[T]):
         why = ""
         try:
             outcome = self._send([queued.item for queued in batch])
-        except BaseException as error:  # nothing that an exporter raises, SystemExit included, may end the thread
+        except BaseException as error:  # no exception of an exporter, not even SystemExit, may end the thread
             outcome, why = Outcome.UNREACHED, f"{type(error).__name__}: {redact(error)}"
         lost = None
         with self._lock:
             if self._in_flight is not batch:
-                return outcome is Outcome.ARRIVED  # the queue was abandoned meanwhile, and the items are counted
+                return outcome is Outcome.ARRIVED  # the queue was abandoned meanwhile, which counted the items
             self._in_flight = []
             if outcome is not Outcome.ARRIVED:
                 is_first = self._requeue_vital(batch, outcome)
@@ -265,7 +266,7 @@ class ExportQueue(Generic[T]):
         return "spans" if self.signal == "traces" else "log records"
 
     def flush(self, timeout_s: float) -> bool:
-        """Send everything queued before the call; return False if that takes longer or one of those was lost."""
+        """Send everything queued before the call; return False if that takes longer or an item was lost."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             flush = _Flush(self._epoch, self._length + len(self._in_flight))
@@ -296,7 +297,7 @@ class ExportQueue(Generic[T]):
         return flushed
 
     def abandon(self) -> None:
-        """Refuse new items and drop the queued ones. A batch in flight counts as lost, though it may still arrive."""
+        """Refuse new items and drop queued items. A batch in flight counts as lost, though it may still arrive."""
         with self._lock:
             if self._abandoned:
                 return
@@ -319,7 +320,7 @@ class ExportQueue(Generic[T]):
             self._thread.join(timeout_s)
 
 
-# For the whole process: the metric that reports them outlives each queue.
+# For the whole process, because the metric outlives each queue.
 _drops: Counter[tuple[str, str]] = Counter()
 # Re-entrant for the same reason as a queue's own lock.
 _drops_lock = threading.RLock()
@@ -327,12 +328,12 @@ _queues: weakref.WeakSet[ExportQueue[Any]] = weakref.WeakSet()
 
 
 def dropped_exports() -> Mapping[tuple[str, str], int]:
-    """Return how many spans and log records were dropped, by signal and reason, since this process began."""
+    """Return the numbers of spans and log records that this process has dropped, by signal and reason."""
     return dict(_drops)
 
 
 def _after_fork() -> None:
-    # The parent's thread sends the queued items. The child has neither that thread nor usable copies of its locks.
+    # The parent sends the queued items. The child has no copy of the thread, and its copies of the locks are unusable.
     global _drops_lock
     _drops_lock = threading.RLock()
     for address in list(_drops):

@@ -26,15 +26,15 @@ class GlobalProvider:
 
     @property
     def current(self) -> Any:
-        """The provider that is set; None if none is."""
+        """The global provider, or None."""
         return self._state.get(self._variable)
 
     def set(self, provider: Any) -> None:
-        """Make a provider the global one, unless there is one already."""
+        """Make a provider the global one, unless another is set already."""
         getattr(self.api, f"set_{self.kind}_provider")(provider)
 
     def unset(self, provider: Any) -> None:
-        """Let the application set a provider again, if this one still is the global one."""
+        """Unset the provider, if it still is the global one, so that another can be set."""
         state, once = self._state, f"{self._variable}_SET_ONCE"
         if state.get(self._variable) is provider and once in state:
             state[self._variable] = None

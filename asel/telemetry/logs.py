@@ -16,14 +16,15 @@ from asel.telemetry.sentences import sentence
 
 __all__ = ["Entry", "StructlogSink", "current_entry"]
 
-# Times on the loop's clock mean nothing to a reader; `duration_s` does.
+# Times on the loop's clock are meaningless to a reader, who gets `duration_s` instead.
 _NOT_SHOWN = frozenset({"start", "end"})
-_LOOK_EVERY = 64
+# Hits between two checks for a new configuration of structlog.
+_CHECK_INTERVAL = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry's event, its time, and which of its keys are asel's: structlog's processors are not passed these."""
+    """The event, the time and asel's keys of a log entry: facts that structlog does not pass to its processors."""
 
     time_ns: int
     names: frozenset[str]
@@ -31,16 +32,15 @@ class Entry:
 
 
 current_entry: ContextVar[Entry | None] = ContextVar("asel_log_entry", default=None)
-"""Set while structlog processes one of asel's entries, which is later than the event."""
+"""Set while structlog processes one of asel's entries."""
 
 
 class StructlogSink(BaseSink):
     """Logs each event as `asel.<name>` with its facts as keys.
 
-    Without a logger of the application's, and if it has not configured structlog, entries go to
-    the standard logger `asel`, which is silent until asked, as sentences with the facts in
-    `record.asel`. An entry is written later than its event happened, with the context variables and the
-    span of its caller.
+    Without `logger`, and if the application has not configured structlog, entries go to the standard logger
+    `asel`, which is silent by default, as sentences with the facts in `record.asel`. An entry is written after the
+    event, with the context variables and the span of the caller.
     """
 
     def __init__(self, logger: Any = None) -> None:
@@ -48,37 +48,37 @@ class StructlogSink(BaseSink):
         self._bound: Any = None
         self._bound_to: Any = None
         self._hits_enabled: bool | None = None
-        self._looks = 0
+        self._hits_seen = 0
         self._stdlib = logging.getLogger("asel")
 
     def wants(self, kind: type[Event]) -> bool:
-        """Tell whether a logger is enabled for this kind's level."""
+        """Return whether the logger is enabled for the level of this kind of event."""
         if self._goes_to_stdlib():
             return self._stdlib.isEnabledFor(_LEVELS[kind.severity])
         return self._enabled(self._logger(), _LEVELS[kind.severity])
 
     def wants_hit(self) -> bool:
-        """The same, for hits: another configuration of structlog is noticed within some."""
+        """Return the same for hits, but faster: a new configuration of structlog is noticed within 64 hits."""
         if self._given is None and not _structlog_is_configured():
             return self._stdlib.isEnabledFor(logging.DEBUG)
-        self._looks += 1
-        if self._looks % _LOOK_EVERY == 0 or self._bound is None:
+        self._hits_seen += 1
+        if self._hits_seen % _CHECK_INTERVAL == 0 or self._bound is None:
             self._logger()
         return self._hits_enabled if self._hits_enabled is not None else self._enabled(self._bound, logging.DEBUG)
 
     def is_silent(self) -> bool:
-        """Tell whether hits are not logged, because no logger is enabled for their level."""
+        """Return whether hits are not logged, because the logger is not enabled for their level."""
         return not self.wants(CacheHit)
 
     def _enabled(self, bound: Any, level: int) -> bool:
-        # A filtering logger knows its level; a standard one underneath is asked itself.
+        # structlog's filtering loggers have the first method, standard loggers the second.
         for ask in ("is_enabled_for", "isEnabledFor"):
-            if hasattr(type(bound), ask):  # of the type: some loggers have whatever attribute they are asked for
+            if hasattr(type(bound), ask):  # of the type, because some loggers create any attribute on demand
                 return bool(getattr(bound, ask)(level))
         return True
 
     def emit(self, event: Event) -> None:
-        """Log an event that ended just now."""
+        """Log an event that has just ended."""
         self.emit_at(event, time.time_ns() - round(event.end * 1e9))
 
     def emit_at(self, event: Event, epoch_ns: int) -> None:
@@ -110,7 +110,7 @@ class StructlogSink(BaseSink):
         return self._given is None and not _structlog_is_configured()
 
     def _logger(self) -> Any:
-        # Bound once for a configuration: structlog's lazy proxy assembles a logger anew at every call.
+        # Bound once for each configuration: structlog's lazy proxy would build a logger for every call.
         configuration = None
         if self._given is None:
             import structlog
@@ -119,14 +119,14 @@ class StructlogSink(BaseSink):
         if self._bound is None or configuration != self._bound_to:
             self._bound_to = configuration
             self._bound = (structlog.get_logger("asel") if self._given is None else self._given).bind()
-            # A filtering logger's level is its type's, and never changes.
+            # The level of a filtering logger is part of its type, so it never changes.
             fixed = hasattr(type(self._bound), "is_enabled_for")
             self._hits_enabled = self._bound.is_enabled_for(logging.DEBUG) if fixed else None
         return self._bound
 
 
 def _structlog_is_configured() -> bool:
-    # Importing structlog takes long, and an application that has configured it has imported it.
+    # Not imported here, which takes long: an application that has configured structlog has imported it.
     is_configured = getattr(sys.modules.get("structlog"), "is_configured", None)
     return is_configured is not None and bool(is_configured())
 

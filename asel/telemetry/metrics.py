@@ -1,8 +1,8 @@
 """Events as OpenTelemetry measurements, and answers as counts.
 
-Answers are counted where they are given, in plain numbers that the SDK reads when it collects: the
-count is exact, whatever is shed. Durations are recorded with the event's own span current, so that an
-SDK which keeps exemplars can lead from a slow bucket to a trace.
+Answers are counted by the caller, in plain numbers that the SDK reads when it collects: the
+count is exact even if events are dropped. Durations are recorded with the event's span as the current span, so that an
+SDK with exemplars can link a slow bucket to a trace.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _MEASURED = (
 
 
 class MetricsSink(BaseSink):
-    """Counts answers and records durations; with `meter`, there, and else with the application's provider.
+    """Counts answers and records durations, with `meter` or with the application's provider.
 
-    One is enough for a process: the instruments of two over one meter would be reported twice. `exports` returns how
-    many spans and log records were dropped on export, by signal and reason; by default, by the set-up of `configure`.
+    Make one for a process: two over one meter would report their instruments twice. `exports` returns the numbers of
+    spans and log records that were dropped on export, by signal and reason; by default, those that `configure` counts.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class MetricsSink(BaseSink):
             self._selectors[id(selector)] = weakref.WeakMethod(statistics)
 
     def observe(self, pipeline: Pipeline) -> None:
-        """Report how many events of a pipeline are delivered and dropped."""
+        """Report the numbers of events that a pipeline delivers and drops."""
         self._pipelines.add(pipeline)
 
     def emit(self, event: Event) -> None:
         self.emit_at(event, time.time_ns())
 
     def emit_at(self, event: Event, epoch_ns: int) -> None:
-        """Record how long it took."""
+        """Record the event's durations."""
         if (histograms := self._find_instruments()) is None:
             return
         for name, seconds, labels in _durations(event):
@@ -159,8 +159,8 @@ class MetricsSink(BaseSink):
         return self._by_op(lambda now: now.waiters.items())
 
     def _by_op(self, read: Callable[[Statistics], Iterable[tuple[str, int]]]) -> Iterable[Observation]:
-        # An op that has nothing in flight is reported as zero: neither left at its last value nor, if none of its
-        # tunes was ever looked at, missing.
+        # An op with nothing in flight is reported as zero. Otherwise it would keep its last value, or be missing if no
+        # collection ever happened during a tune.
         totals = dict.fromkeys(self._seen_ops | self.counters.ops(), 0)
         for statistics in self._statistics():
             for op, number in read(statistics):

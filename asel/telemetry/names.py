@@ -39,8 +39,8 @@ SPANS = (
 )
 
 # Metric: its labels. Never keys or shapes: their number has no bound.
-# `asel.selections` counts every answer. `asel.choose.duration` has every answer, too, but of the hits from the fast
-# lane one in 64: a histogram costs more than a hit. Rates are to be taken from the former.
+# `asel.selections` counts every answer; use it for rates. `asel.choose.duration` has only one in 64 of the hits from
+# the fast lane, because a histogram costs more than a hit.
 METRICS: dict[str, tuple[str, ...]] = {
     "asel.selections": ("asel.op", "asel.tier"),
     "asel.choose.duration": ("asel.op", "asel.tier", "error.type"),
@@ -102,8 +102,8 @@ ATTRIBUTES = (
     "exception.message",
 )
 
-# OTLP attributes for the keys of log entries, if not the key in asel's namespace: those that spans have, and the names
-# that OpenTelemetry has for errors. Durations keep their unit: unlike a metric, an attribute has no other place for it.
+# The OTLP attributes of those keys of log entries that are not simply prefixed with `asel.`: the names that spans use,
+# and OpenTelemetry's names for errors. Durations keep their unit: unlike a metric, an attribute has no unit of its own.
 _LOG_ATTRIBUTES = {
     "call_key": "asel.key",
     "candidates": "asel.candidate.count",

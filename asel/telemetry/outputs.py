@@ -106,5 +106,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return [f"{key}: {said}" for key, said in value.items()]
+        return [f"{key}: {text}" for key, text in value.items()]
     return str(value)

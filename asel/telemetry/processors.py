@@ -47,7 +47,7 @@ def rank_of_span(span: ReadableSpan) -> Rank:
 
 
 def rank_of_log(record: Any) -> Rank:
-    """Return a log record's priority: warnings, errors and asel's own from info on are vital."""
+    """Return a log record's priority: warnings, errors, and asel's own records from level info on are vital."""
     severity = 0 if record.severity_number is None else record.severity_number.value
     if severity >= _WARN or (severity >= _INFO and (record.event_name or "").startswith("asel.")):
         return Rank.VITAL

@@ -1,4 +1,4 @@
-"""Building the SDK's providers from plans. Only this module and `processors` import OpenTelemetry's SDK."""
+"""Builds the SDK's providers from plans. Only this module and `processors` import OpenTelemetry's SDK."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asel.telemetry.processors import LogQueue, SpanQueue
 
 __all__ = ["make_providers"]
 
-# For each signal: the exporter to the console, and the module and class of the one for OTLP, which is an extra.
+# For each signal: the console exporter, and the module and class of the OTLP exporter, which is an extra.
 _EXPORTERS: dict[Signal, tuple[Any, str, str]] = {
     "traces": (ConsoleSpanExporter, "trace_exporter", "OTLPSpanExporter"),
     "metrics": (ConsoleMetricExporter, "metric_exporter", "OTLPMetricExporter"),
@@ -49,15 +49,16 @@ def make_providers(
 ) -> None:
     """Make a provider for each plan, without making any of them global.
 
-    Each provider is added to `made` and each queue to `queues` at once, so that the caller can undo a later failure.
+    Each provider is added to `made` and each queue to `queues` immediately, so that the caller can undo them after a
+    failure.
 
     Raises:
         InvalidRequestError: the exporter is not installed, or its credential provider does not work.
     """
     resource = Resource.create({"service.name": service_name})
     planned = {plan.signal: plan for plan in plans}
-    # Metrics first: the other providers report their own metrics there. Otherwise they would ask for the global
-    # provider, and so set the one that OTEL_PYTHON_METER_PROVIDER names.
+    # Metrics first: the other providers report their own metrics there. Otherwise they would get the global
+    # provider, which would set the one that OTEL_PYTHON_METER_PROVIDER names.
     if "metrics" in planned:
         made["metrics"] = _make_metrics(resource, planned["metrics"])
     meters = made.get("metrics") or GLOBAL_PROVIDERS["metrics"].current or NoOpMeterProvider()
@@ -79,11 +80,11 @@ def make_providers(
             logs.add_log_record_processor(records)
 
 
-# No provider shuts down at exit by itself: the SDK would wait long for a dead collector. `Telemetry.close` is bounded.
+# No provider shuts down by itself at exit: the SDK would wait long for a dead collector. `Telemetry.close` is bounded.
 
 
 def _accepted(kind: Callable[..., Any], meters: Any) -> dict[str, Any]:
-    """Return the option that says where an object reports its own metrics; older SDKs do not have it."""
+    """Return the option for the provider of an object's own metrics, which older SDKs do not have."""
     return {"meter_provider": meters} if "meter_provider" in signature(kind).parameters else {}
 
 

@@ -19,7 +19,7 @@ _MAX_MESSAGE_CHARS = 160
 
 
 def sentence(event: Event) -> str:
-    """Return a sentence with the event, the call and the device; the details are the record's attributes."""
+    """Return a sentence with the call, the device and the event. The details are the record's attributes."""
     return one_line(_subject(event) + _predicate(event), MAX_SENTENCE_CHARS)
 
 

@@ -1,19 +1,19 @@
-"""Events as OpenTelemetry spans, made when they end with the times they had.
+"""Events as OpenTelemetry spans, which are made after the event with the event's times.
 
     asel.choose                     one call, with the tier that answered
     |- asel.store.get
     |- asel.store.claim             under the tune, if the call did not wait for it
-    '- asel.autotune                under the call that began it; every other that waits has a link to it
+    '- asel.autotune                under the call that began it; the other waiting calls have a link to it
        |- asel.candidate            with its config first; `asel.winner` or `asel.failed`, if it won or failed
        |  |- asel.candidate.compile
        |  '- asel.candidate.measure
        '- asel.store.put
-    asel.withdraw                   ERROR: a winner failed in a real call; under whatever span its caller is in
+    asel.withdraw                   ERROR: a winner failed in a real call; under the caller's current span
 
-A candidate that fails is not an error: ERROR on one span marks a whole trace. A tune in which nothing could be
-measured is one. A candidate has a compile span for each time it was compiled.
+A failed candidate does not have status ERROR, which would mark the whole trace; a tune in which nothing could be
+measured has it. A candidate has a span for each of its compilations.
 
-A tune in the background begins a trace of its own, with a link to the call that caused it: a child
+A background tune begins its own trace, with a link to the call that caused it: as a child, it
 would outlive its parent.
 """
 
@@ -56,15 +56,17 @@ __all__ = ["OpenTelemetrySink"]
 
 T = TypeVar("T")
 _STORE = (StoreRead, Persisted, StoreFailed, ClaimWait)
-_REMEMBERED = 4096
-_LOOK_EVERY = 64
+# Unfinished calls and tunes that are kept, in each table; the oldest is forgotten first.
+_MAX_KEPT = 4096
+# Hits between two checks for a new provider.
+_CHECK_INTERVAL = 64
 
 
 class OpenTelemetrySink(BaseSink):
     """Turns answers, tunes, candidates and store operations into spans.
 
     Uses OpenTelemetry's API only: if the application has set up no provider, nothing is recorded.
-    The caller's sampling decision is respected: inside a trace that is not sampled there is nothing to do.
+    The caller's sampling decision is respected: inside a trace that is not sampled, no span is made.
     """
 
     makes_spans = True
@@ -74,7 +76,7 @@ class OpenTelemetrySink(BaseSink):
         self._provider: Any = None
         self._tracer: trace.Tracer | None = tracer
         self._unsampled: Context | None = None
-        self._looks = 0
+        self._hits_seen = 0
         self.renew()
 
     def renew(self) -> None:
@@ -88,24 +90,24 @@ class OpenTelemetrySink(BaseSink):
         self._held: OrderedDict[int | str, list[tuple[Event, int]]] = OrderedDict()
 
     def wants(self, kind: type[Event]) -> bool:
-        """Tell whether the current trace is recorded; outside of one, whether there is a provider."""
+        """Return whether the current trace is recorded; outside of a trace, whether there is a provider."""
         sampled = self._sampled_here()
         return self._find_tracer() is not None if sampled is None else sampled
 
     def wants_hit(self) -> bool:
-        """The same, for hits: a provider that comes later is noticed within some."""
+        """Return the same for hits, but faster: a provider that is set later is noticed within 64 hits."""
         if get_current() is self._unsampled:
             return False
         sampled = self._sampled_here()
         if sampled is not None:
             return sampled
-        self._looks += 1
-        if self._looks % _LOOK_EVERY == 0:
+        self._hits_seen += 1
+        if self._hits_seen % _CHECK_INTERVAL == 0:
             self._find_tracer()
         return self._tracer is not None
 
     def is_silent(self) -> bool:
-        """Tell whether no hit can lead to a span, because there is no provider."""
+        """Return whether no hit leads to a span, because there is no provider."""
         return self._find_tracer() is None
 
     def _sampled_here(self) -> bool | None:
@@ -134,11 +136,11 @@ class OpenTelemetrySink(BaseSink):
         self._find_tracer()
 
     def emit(self, event: Event) -> None:
-        """Make the span of an event that ended just now."""
+        """Make the span of an event that has just ended."""
         copy_context().run(self.emit_at, event, time.time_ns() - round(event.end * 1e9))
 
     def emit_at(self, event: Event, epoch_ns: int) -> None:
-        """Make the event's span, and leave it current for the sinks that get the event next."""
+        """Make the event's span, and leave it current for the sinks that receive the event next."""
         tracer = self._find_tracer()
         if tracer is not None and (made := _SpanBuilder(self, tracer, event, epoch_ns).span()) is not None:
             attach(set_span_in_context(made))
@@ -188,7 +190,7 @@ class _SpanBuilder:
             if event.tune_id is not None:
                 _put(self._sink._answered, asked.id, span.get_span_context())
         if event.began and event.tune_id is not None and event.tune_id not in self._sink._tunes:
-            self._release(event.tune_id, span)  # another process has tuned: its record was all this one waited for
+            self._release(event.tune_id, span)  # no tune began here: another process stored its record
         span.end(self._ns(event.end))
         return span
 
@@ -204,7 +206,7 @@ class _SpanBuilder:
         return () if context is None else (Link(context, {"asel.tune.id": event.tune_id}),)
 
     def _context_of_call(self) -> Context:
-        """Return the context of the event's call, and begin the call's span if it has none yet."""
+        """Return the context of the event's call; begin the call's span if there is none yet."""
         asked = asking.get()
         if asked is None:
             return get_current()
@@ -286,7 +288,7 @@ class _SpanBuilder:
             return self._store_span(self._context_of_tune(tune_id))
         if not tune_id and asked is None:
             return self._store_span(get_current())
-        # Its parent's span does not exist yet: the tune's, or the call's, which needs its answer for the link.
+        # The parent span does not exist yet: the tune's, or the call's, which needs its answer for the link.
         waits = asked is not None and asked.id not in self._sink._answered
         holder = asked.id if asked is not None and (waits or not tune_id) else tune_id
         held = self._sink._held.get(holder, [])
@@ -367,10 +369,10 @@ def _fail(span: Span, error_type: str, message: str) -> None:
 
 
 def _put(table: OrderedDict[Any, T], key: Any, value: T) -> list[tuple[Any, T]]:
-    """Add an entry, and return the oldest ones, which are removed: calls that never end must not pile up."""
+    """Add an entry; remove and return the oldest above the limit, since some calls never end."""
     table[key] = value
     table.move_to_end(key)
-    return [table.popitem(last=False) for _ in range(len(table) - _REMEMBERED)]
+    return [table.popitem(last=False) for _ in range(len(table) - _MAX_KEPT)]
 
 
 _OPERATIONS = {StoreRead: "get", Persisted: "put", ClaimWait: "claim"}

@@ -1,4 +1,4 @@
-"""A stored record prepared for people: for tables, pages and JSON output."""
+"""A stored record prepared for display: for tables, pages and JSON output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def short_key(self) -> str:
-        """The digits that logs and messages show of a key."""
+        """The first digits of a key, which logs and messages show."""
         return self.record.key.call_key[:8]
 
     @property
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The call as it is written in Python: `matmul@v1(a=f32[8,8])`; the key if the call is not known."""
+        """The call in Python's notation: `matmul@v1(a=f32[8,8])`; with the key if the call is unknown."""
         return f"{self.op}({self.record.call or f'key {self.short_key}'})"
 
     @property
@@ -170,7 +170,7 @@ def _word(value: Any) -> str:
 
 
 def differing_fields(cfgs: Iterable[Any]) -> list[str]:
-    """Return each config as text, with only the fields in which the configs differ."""
+    """Return each config as text, without the fields that all have in common."""
     given = list(cfgs)
     if len(given) < 2 or not all(isinstance(cfg, Mapping) and cfg.keys() == given[0].keys() for cfg in given):
         return [config_words(cfg) for cfg in given]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["save_plots"]
 
 MAX_KEYS = 50
-"""Keys with a picture of their own."""
+"""The number of keys with a picture of their samples."""
 MAX_CANDIDATES = 40
 """Candidates in one picture, fastest first."""
 _WINNER, _HEURISTIC, _OTHER = "#1a7f4b", "#b35900", "#57708a"

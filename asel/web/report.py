@@ -23,7 +23,7 @@ _MAX_EXAMPLES = 3
 
 
 def report_page(entries: Sequence[Entry], unreadable: Iterable[Rejected], *, title: str, created: float) -> str:
-    """Return the page, to be opened from a file, without a network.
+    """Return the page, which can be opened from a file and needs no network.
 
     `created` is in seconds since the epoch.
     """
@@ -57,7 +57,7 @@ def _text_of(folder: str, name: str) -> str:
 
 
 def _script_json(data: Any) -> str:
-    """Return JSON that cannot end its script element, whatever text a record contains."""
+    """Return JSON that cannot end its script element, with any text in the records."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
@@ -120,7 +120,7 @@ def _measured_facts(entry: Entry, measured: Sequence[Measured[Any]], max_samples
 
 
 def _unique(labels: Iterable[str]) -> list[str]:
-    """Return distinct labels for the rows of a plot, even if some were shortened to the same text."""
+    """Return distinct labels for the rows of a plot: some may have been shortened to the same text."""
     seen: dict[str, int] = {}
     found = []
     for label in labels:
@@ -130,7 +130,7 @@ def _unique(labels: Iterable[str]) -> list[str]:
 
 
 def spread_of(samples_s: Sequence[float], limit: int) -> list[float]:
-    """Return at most `limit` samples with the same spread, the fastest and the slowest among them."""
+    """Return at most `limit` samples with the same distribution, including the fastest and the slowest."""
     ordered = sorted(samples_s)
     if len(ordered) > limit:
         step = (len(ordered) - 1) / (limit - 1)
@@ -139,7 +139,7 @@ def spread_of(samples_s: Sequence[float], limit: int) -> list[float]:
 
 
 def _skipped_facts(skipped: Iterable[Skipped[Any]]) -> list[dict[str, Any]]:
-    """Return the reasons with how many candidates have each: a search may leave thousands untried."""
+    """Return the reasons with the number of candidates for each: a search may leave thousands untried."""
     by_reason: dict[str, list[Any]] = {}
     for one in skipped:
         by_reason.setdefault(redact(one.reason), []).append(one.cfg)

@@ -1,4 +1,4 @@
-"""Kernels in a module of their own, and tuners whose times are scripted."""
+"""Kernels in a module, and tuners whose times are scripted."""
 
 from __future__ import annotations
 

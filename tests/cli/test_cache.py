@@ -27,7 +27,7 @@ def keys(store):
 
 
 def test_ls_shows_each_key_with_its_config_and_speedup(store):
-    """A row a record; a line a row where there is no terminal, however long it is."""
+    """One row for each record, and one line for each row if there is no terminal."""
     lines = asel("cache", "ls", "--store", store).out.splitlines()
     assert len(lines) == 3
     assert lines[0].split()[:4] == ["key", "op", "call", "config"]
@@ -35,13 +35,13 @@ def test_ls_shows_each_key_with_its_config_and_speedup(store):
 
 
 def test_ls_filters_by_operation_and_device(store):
-    """`--op matmul` has any version of it."""
+    """`--op matmul` matches every version."""
     for options, count in ((["--op", "matmul"], 2), (["--op", "matmul@v2"], 0), (["--device", "H100"], 2)):
         assert len(asel("cache", "ls", "--store", store, *options, "--json").json) == count
 
 
 def test_narrow_windows_get_a_block_of_lines_for_each_row(store, monkeypatch):
-    """Nothing is cut off in a window of forty columns, and NO_COLOR is plain."""
+    """Nothing is cut off at forty columns, and NO_COLOR is respected."""
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -65,7 +65,7 @@ def test_show_draws_candidates_with_their_spread(store):
 
 
 def test_a_key_may_be_named_by_part_of_its_call(store):
-    """What names several keys is refused with the digits of each."""
+    """If several keys match, the error lists the digits of each."""
     assert asel("cache", "show", "f32[1024", "--store", store, "--json").json[0]["config"] == {"rows": 64}
     several = asel("cache", "show", "matmul", "--store", store)
     assert several.code == 2
@@ -75,7 +75,7 @@ def test_a_key_may_be_named_by_part_of_its_call(store):
 
 
 def test_why_explains_the_winner(store):
-    """In sentences: against the heuristic, the runner-up, who failed, where it was measured."""
+    """In sentences: the heuristic, the runner-up, the failures, the device."""
     told = asel("cache", "why", "00000200", "--store", store).out
     assert "runs with rows=64" in told
     assert "50.0% less time than the heuristic's rows=32 (2.00x as fast); the noise is 2.0%" in told
@@ -96,7 +96,7 @@ def test_diff_compares_configs_of_the_same_calls(store, tmp_path):
 
 
 def test_diff_compares_two_versions_in_one_cache(tmp_path):
-    """Records of two versions of JAX lie side by side."""
+    """One cache may have records of two versions of JAX."""
     both = fill(tmp_path / "cache", report(512), report(512, fastest=32, jax="0.9.0"))
     rows = asel("cache", "diff", both, both, "--jax-a", "0.9.0", "--jax-b", "0.10.2", "--json").json
     assert [(row["change"], row["a"]["config"], row["b"]["config"]) for row in rows] == [
@@ -105,7 +105,7 @@ def test_diff_compares_two_versions_in_one_cache(tmp_path):
 
 
 def test_export_and_import_move_a_cache(store, tmp_path):
-    """Doing it twice changes nothing."""
+    """Importing twice changes nothing."""
     document, elsewhere = tmp_path / "moved.json", tmp_path / "elsewhere"
     assert asel("cache", "export", document, "--store", store).out == f"2 records in {document}\n"
     assert asel("cache", "export", document, "--store", store, "--json").json["records"] == 2
@@ -131,7 +131,7 @@ def test_prune_shows_asks_and_deletes(store):
     assert "nothing to delete" in asel(*condition).out
 
 
-def test_prune_keeps_what_is_young(store):
+def test_prune_keeps_young_records(store):
     """All conditions have to be met."""
     assert "nothing to delete" in asel("cache", "prune", "--store", store, "--older-than", "1h", "--op", "matmul").out
     wrong = asel("cache", "prune", "--store", store, "--older-than", "soon")
@@ -140,15 +140,15 @@ def test_prune_keeps_what_is_young(store):
 
 
 def test_stats_count_records(store):
-    """Their size, and what lies beside them."""
+    """With their size, and the other files of the store."""
     (counted,) = asel("cache", "stats", "--store", store, "--json").json
     assert counted["records"] == 2
     assert counted["set_aside"] == 0
     assert "records" in asel("cache", "stats", "--store", store).out
 
 
-def test_stats_count_what_cannot_be_read(tmp_path):
-    """It is no record; `ls` names it, and looking has not set it aside."""
+def test_stats_count_unreadable_files(tmp_path):
+    """They are not counted as records; `ls` names them, and reading does not set them aside."""
     store = fill(tmp_path / "cache")
     min((tmp_path / "cache").glob("schema-*/*/*.json")).write_text("{")
     (counted,) = asel("cache", "stats", "--store", store, "--json").json
@@ -156,7 +156,7 @@ def test_stats_count_what_cannot_be_read(tmp_path):
 
 
 def test_a_key_of_several_operations_is_named_by_its_call():
-    """Operations with equal arguments have equal digits, so these cannot tell them apart."""
+    """Operations with equal arguments have equal digits."""
     keys = [CacheKey("cpu", op, "ab" * 16, "x=f32[8]") for op in ("add@v1", "mul@v1")]
     entries = [Entry.of(Record(key=key, cfg={"m": 1}, environment={}, created=1.0), "here") for key in keys]
     with pytest.raises(InvalidRequestError, match="the whole call of one of them"):
@@ -167,8 +167,8 @@ def test_a_key_of_several_operations_is_named_by_its_call():
         matching([entries[0], there], "abab")
 
 
-def test_without_a_store_all_operations_of_the_cache_directory_are_meant(tmp_path, monkeypatch):
-    """ASEL_CACHE_DIR is where PersistentCache keeps them; an operation's name is enough to address one."""
+def test_without_a_store_all_caches_of_the_cache_directory_are_read(tmp_path, monkeypatch):
+    """In ASEL_CACHE_DIR; the name of an operation addresses its cache."""
     monkeypatch.setenv("ASEL_CACHE_DIR", str(tmp_path))
     assert "no cache" in asel("cache", "ls").err
     fill(tmp_path / "first")
@@ -180,8 +180,8 @@ def test_without_a_store_all_operations_of_the_cache_directory_are_meant(tmp_pat
     assert "first, second" in several.err
 
 
-def test_a_bad_record_is_named_and_left_where_it_is(tmp_path):
-    """Looking at a cache changes nothing in it."""
+def test_a_bad_record_is_named_and_stays_in_place(tmp_path):
+    """Reading a cache changes nothing in it."""
     store = fill(tmp_path / "cache")
     (bad, _) = sorted((tmp_path / "cache").glob("schema-*/*/*.json"))
     bad.write_text(bad.read_text().replace("rows", "cols"))
@@ -192,17 +192,17 @@ def test_a_bad_record_is_named_and_left_where_it_is(tmp_path):
     assert bad.exists()
 
 
-def test_what_a_user_put_has_a_config_and_no_report(tmp_path):
+def test_a_users_put_has_a_config_and_no_report(tmp_path):
     """It is listed, shown and explained all the same."""
     anyio.run(PersistentCache("test", tmp_path / "cache").put, "cpu", "op@v1", "abc", {"m": 1})
     store = str(tmp_path / "cache")
     assert "m=1" in asel("cache", "ls", "--store", store).out
-    assert "put by hand" in asel("cache", "show", "abc", "--store", store).out
-    assert "put by hand" in asel("cache", "why", "op", "--store", store).out
+    assert "a user put it" in asel("cache", "show", "abc", "--store", store).out
+    assert "A user put it" in asel("cache", "why", "op", "--store", store).out
 
 
 def test_redis_is_addressed_by_its_url(tmp_path):
-    """All of it works over the fleet's store."""
+    """All commands work over Redis, too."""
     with RedisServer() as server:
         url = fill(server.url("prefix=mine"))
         assert len(asel("cache", "ls", "--store", url, "--json").json) == 2

@@ -29,22 +29,22 @@ COMMANDS = dict(commands(typer.main.get_command(app)))
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_an_example_in_its_help(name):
-    """A reader learns a command from a line that can be pasted."""
+    """Examples can be pasted."""
     assert f"[cyan]{name}" in COMMANDS[name].epilog
     shown = asel(*name.split()[1:], "--help")
     assert shown.code == 0
     assert f"{name} " in shown.out.partition("Examples")[2].replace("\n", " ")
 
 
-def test_help_of_the_whole_names_every_command():
-    """`asel --help` and `asel -h` list what there is; `asel` alone does, too."""
+def test_the_top_level_help_names_every_command():
+    """With `--help`, with `-h`, and without arguments."""
     for arguments in (["--help"], ["-h"], []):
         shown = asel(*arguments).out
         assert all(name.split()[1] in shown for name in COMMANDS)
 
 
 def test_version_names_asel_jax_and_the_device():
-    """What a bug report needs first."""
+    """A bug report needs these first."""
     lines = asel("--version").out.splitlines()
     assert [line.split()[0] for line in lines] == ["asel", "jax", "device"]
 
@@ -57,10 +57,10 @@ def test_version_names_asel_jax_and_the_device():
         (["cache", "ls", "--store", "http://example"], "redis://"),
         (["cache", "ls", "--store", "jax://"], "name a directory"),
         (["cache", "import", __file__, "--store", "jax://"], "name a directory"),
-        (["cache", "ls", "--colour"], "No such option: --colour. `asel cache ls --help` shows what it takes"),
+        (["cache", "ls", "--colour"], "No such option: --colour. `asel cache ls --help` shows the usage"),
         (["cache", "import", "/no/such/file.json"], "does not exist"),
-        (["cache", "prune"], "say what to delete"),
-        (["cache", "shwo"], "No such command 'shwo'. Did you mean 'show'? `asel cache --help` shows what it takes"),
+        (["cache", "prune"], "give a condition"),
+        (["cache", "shwo"], "No such command 'shwo'. Did you mean 'show'? `asel cache --help` shows the usage"),
         (["cache", "show"], "Missing argument 'KEY'. `asel cache show --help` shows"),
         (["demo", "--otlp", "nonsense"], "http://"),
         (["cache", "ls", "--store", f"{'x' * 300}/y"], "xxx/y: File name too long"),
@@ -68,7 +68,7 @@ def test_version_names_asel_jax_and_the_device():
     ],
 )
 def test_wrong_use_is_one_sentence_with_the_fix(arguments, fix, tmp_path, monkeypatch):
-    """Never a traceback; the exit code is 2."""
+    """The exit code is 2, without a traceback."""
     monkeypatch.setenv("ASEL_CACHE_DIR", str(tmp_path))
     ran = asel(*arguments)
     assert ran.code == 2
@@ -77,8 +77,8 @@ def test_wrong_use_is_one_sentence_with_the_fix(arguments, fix, tmp_path, monkey
     assert ran.out == ""
 
 
-def test_a_machine_without_a_device_is_told_what_to_do(tmp_path, monkeypatch):
-    """Where JAX does not start, each command that measures says so in one sentence, and leaves nothing behind."""
+def test_without_a_device_commands_fail_with_the_fix(tmp_path, monkeypatch):
+    """If JAX does not start, commands that measure fail with one sentence, and leave no files."""
 
     def fails(device=None):
         raise AssertionError
@@ -100,14 +100,14 @@ def test_a_machine_without_a_device_is_told_what_to_do(tmp_path, monkeypatch):
     sys.modules.pop("tune_example")
 
 
-def test_debug_raises_the_error_itself():
-    """`--debug` may stand anywhere, and shows where an error came from."""
+def test_debug_shows_the_traceback():
+    """`--debug` may stand anywhere."""
     with pytest.raises(ValueError, match="check the path"):
         asel("cache", "ls", "--store", "/no/such/place", "--debug")
 
 
 def test_debug_keeps_the_exit_code():
-    """A script that passes `--debug` on is told wrong use from a problem all the same."""
+    """A script can distinguish wrong use from a problem with `--debug`, too."""
     command = [sys.executable, "-m", "asel", "cache", "ls", "--store", "/no/such/place", "--debug"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
@@ -136,7 +136,7 @@ def test_bash_completes_commands_and_options(monkeypatch):
 
 
 def test_completion_knows_options(monkeypatch):
-    """`asel tune --st<TAB>` has both that begin so; what shells ask for is the same for all of them."""
+    """`asel tune --st<TAB>` offers both options. All shells use the same mechanism."""
     monkeypatch.setenv("_ASEL_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "asel tune --st")
     monkeypatch.setenv("COMP_CWORD", "2")
@@ -152,7 +152,7 @@ def test_the_reader_of_a_pipe_may_stop_reading(tmp_path):
 
 
 def test_a_candidate_that_still_runs_does_not_abort_the_command():
-    """JAX aborts an interpreter that ends around a running program; the exit code is the command's own."""
+    """JAX aborts an interpreter that exits while a program runs; the exit code must be the command's."""
     script = (
         "import sys, anyio, jax, jax.numpy as jnp\n"
         "from asel.cli import main\nfrom asel.runtime.threads import leave_to_thread\n"
@@ -164,12 +164,12 @@ def test_a_candidate_that_still_runs_does_not_abort_the_command():
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("asel: say what to delete")
+    assert ran.stderr.startswith("asel: give a condition")
     assert len(ran.stderr.splitlines()) == 1
 
 
 def test_help_imports_neither_jax_nor_the_sdk():
-    """`python -m asel` and its help start at once."""
+    """The help starts fast."""
     script = (
         "import sys\nfrom asel.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'jax', 'jaxlib', 'opentelemetry.sdk', 'matplotlib'} & set(sys.modules)\nassert not heavy, heavy"

@@ -1,4 +1,4 @@
-"""`asel demo`: a real run, and what it shows on terminals of all widths."""
+"""`asel demo`: a real run, and its display on terminals of all widths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asel.web.entries import Entry
 
 @pytest.mark.timeout(120)
 def test_the_demo_serves_tunes_and_starts_again(tmp_path, monkeypatch):
-    """On this machine's own device, without a terminal: lines for what happens, and a summary in plain words."""
+    """On this machine's device, without a terminal: a line for each event, and a summary."""
     monkeypatch.setattr(asel.cli.demo.story, "_CALM_S", 0.2)
     folder = tmp_path / "demo"
     ran = run("demo", "--folder", folder)
@@ -51,14 +51,14 @@ def test_the_demo_serves_tunes_and_starts_again(tmp_path, monkeypatch):
     assert "not empty" in again.err
 
 
-def test_the_event_loop_has_two_names():
-    """Anything else is wrong use."""
+def test_the_demo_runs_on_asyncio_or_trio():
+    """Any other name is wrong use."""
     assert "asyncio or trio" in run("demo", "--backend", "gevent").err
 
 
 @pytest.mark.anyio
 async def test_a_frame_shows_tiers_candidates_and_samples_while_a_tune_runs():
-    """In windows of any width no line is longer than the window; at the end the winner is marked."""
+    """No line is wider than the window; at the end the winner is marked."""
     scene = Scene(title="cold")
     tuner, _ = scripted(COSTS, compile_s=0.2)
     frames = {}
@@ -97,7 +97,7 @@ def text_of(scene, width):
 
 @pytest.mark.anyio
 async def test_the_live_display_keeps_titles_and_finished_tunes(tmp_path):
-    """What was drawn over is gone; a tune that ended is printed once, above the live part."""
+    """A finished tune is printed once, above the live part."""
     to = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     demo = Demo(tmp_path, ())
     tuner, _ = scripted(COSTS)
@@ -119,13 +119,11 @@ def entry(**changes):
 
 
 def test_the_summary_is_plain_sentences(tmp_path):
-    """What was chosen and by how much, who was served, what the second start did."""
+    """The chosen configs, the speed-ups, the latencies, and the second start."""
     demo = Demo(tmp_path, (), facts=Facts(400, 2, 2, "new(a=f32[8])", 0.2, 1.5, 61, 0.03, 0))
     demo.scene.latencies_s = {"calm": [0.001] * 99 + [0.01], "tuning": [0.002]}
     told = list(sentences(demo, [entry(), entry(fastest=32)]))
     assert any("2.00 times as fast as its default, rows=32 (noise 2%)" in one for one in told)
     assert any("keeps its default, rows=32" in one for one in told)
-    assert any(
-        "took 1 ms at the median and 10 ms at p99 with nothing else to do; 2 ms at the median" in one for one in told
-    )
+    assert any("took 1 ms at the median and 10 ms at p99 without a tune; 2 ms at the median" in one for one in told)
     assert told[-1].startswith("The second start answered 61 requests with no tune")

@@ -1,4 +1,4 @@
-"""The demo's kernels compute what they should, whatever their config."""
+"""The demo's kernels compute the correct result with each config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("kernel", "args", "reference"), CALLS)
-def test_every_config_computes_what_the_reference_does(kernel, args, reference):
+def test_every_config_computes_the_same_result(kernel, args, reference):
     """A config changes how a result is computed, never the result."""
     inv = Invocation(kernel.op_id, args, {})
     configs = dict.fromkeys([kernel.heuristic_cfg(inv), *kernel.candidate_cfgs(inv)])
@@ -42,7 +42,7 @@ def test_every_config_computes_what_the_reference_does(kernel, args, reference):
 
 
 def test_a_pallas_kernel_is_tuned_over_its_block_sizes():
-    """Interpreted on a CPU, a Pallas kernel is a kernel like any other, its outputs checked against each other."""
+    """It is interpreted on a CPU, and the outputs of its candidates are compared."""
     kernel, args = CALLS[2][:2]
 
     async def main():

@@ -1,4 +1,4 @@
-"""`asel doctor`: what it looks at, what it calls a problem, and its exit code."""
+"""`asel doctor`: its checks, its problems and its exit code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def about(topic, found, state=None):
 
 
 def test_a_healthy_machine_has_no_problem(tmp_path):
-    """Every topic is looked at; what merely was not asked for is a note with advice."""
+    """Every topic is checked; a check that was not requested is a note with advice."""
     found = findings("--store", fill(tmp_path / "cache"))
     topics = {one["topic"] for one in found}
     assert {"versions", "asel[redis]", "device", "timer noise", "cache", "redis", "otlp", "environment"} <= topics
@@ -48,9 +48,9 @@ def test_a_healthy_machine_has_no_problem(tmp_path):
     assert any(line.startswith("note     cache: nothing is stored there yet") for line in lines)
 
 
-def test_timer_noise_is_what_equal_programs_differ_by(monkeypatch):
-    """Beyond what a tune takes for a tie, it is a problem."""
-    assert "up to 0.0% apart" in about("timer noise", findings())[0]["text"]
+def test_timer_noise_is_the_difference_of_equal_programs(monkeypatch):
+    """Above the largest tie of a tune, it is a problem."""
+    assert "differ by up to 0.0%" in about("timer noise", findings())[0]["text"]
     times = itertools.count()
     monkeypatch.setattr(machine, "_work", lambda: lambda: 1e-3 * (1 + next(times) // 2 % 8))
     (noisy,) = about("timer noise", findings(code=1), "problem")
@@ -58,7 +58,7 @@ def test_timer_noise_is_what_equal_programs_differ_by(monkeypatch):
 
 
 def test_real_programs_can_be_timed(monkeypatch):
-    """On this machine's own device."""
+    """On this machine's device."""
     monkeypatch.undo()
     spread, seconds = machine.spread_of_equals(machine._work())
     assert spread > 0
@@ -66,14 +66,14 @@ def test_real_programs_can_be_timed(monkeypatch):
 
 
 def test_a_device_that_jax_does_not_use_is_a_problem():
-    """A machine with a GPU and the JAX for CPUs."""
+    """A machine with a GPU, and JAX for CPUs."""
     (missed,) = [one for one in machine.devices(lambda path: path == Path("/dev/nvidia0")) if one.state == "problem"]
     assert "NVIDIA" in missed.text
     assert "jax[cuda" in missed.fix
 
 
-def test_bad_records_and_a_full_or_closed_disk_are_problems(tmp_path, monkeypatch):
-    """Each with what to do; the exit code is 1."""
+def test_bad_records_and_a_full_or_unwritable_disk_are_problems(tmp_path, monkeypatch):
+    """Each has its fix, and the exit code is 1."""
     store = fill(tmp_path / "cache")
     bad = min((tmp_path / "cache").glob("schema-*/*/*.json"))
     bad.write_text("{")
@@ -94,15 +94,15 @@ def test_a_redis_that_does_not_answer_is_a_problem():
     assert "start the server" in reported["fix"]
 
 
-def test_a_wrong_store_is_refused_before_anything_is_looked_at():
+def test_a_wrong_store_is_refused_before_the_checks():
     """Exit code 2 and one sentence."""
     ran = asel("doctor", "--store", "/no/such/place")
     assert (ran.code, ran.out) == (2, "")
     assert "check the path" in ran.err
 
 
-def test_the_collector_is_asked_for_each_signal(monkeypatch):
-    """With the headers that are set; a refusal says what it usually means."""
+def test_each_signal_is_sent_to_the_collector(monkeypatch):
+    """With the configured headers; for a refusal there is advice."""
     with receiving() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20hunter2")
         found = findings("--otlp", receiver.endpoint)
@@ -119,7 +119,7 @@ def test_the_collector_is_asked_for_each_signal(monkeypatch):
 
 
 def test_each_variable_is_shown_with_its_effect():
-    """Their secrets are not, and what slows or stops tuning is named."""
+    """Secrets are hidden, and variables that slow down or prevent tuning are explained."""
     environment = {
         "ASEL_AUTOTUNE": "off",
         "ASEL_STORE": "redis://u:hunter2@host",
@@ -141,7 +141,7 @@ def test_each_variable_is_shown_with_its_effect():
 
 
 def test_an_endpoint_that_is_not_a_url_is_wrong_use():
-    """It is refused in one sentence before anything is looked at; it is not a problem of this machine."""
+    """It is refused before the checks, and is not a problem of this machine."""
     ran = asel("doctor", "--otlp", "nonsense")
     assert (ran.code, ran.out, len(ran.err.splitlines())) == (2, "", 1)
     assert "http://localhost:4318" in ran.err

@@ -19,15 +19,15 @@ def run(*arguments, path="", **more):
 
 
 def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(tmp_path):
-    """Somebody who sees a typing error presses it within a tenth of a second."""
+    """A user who notices a typing error presses it within a tenth of a second."""
     (tmp_path / "typer.py").write_text(INTERRUPTING)
     ran = run("cache", "ls", path=tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "asel: stopped\n")
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_ctrl_c_before_the_first_tune_says_how_to_go_on(tmp_path, swallowed):
-    """Extension modules turn KeyboardInterrupt into errors of their own; it ends the command all the same."""
+def test_ctrl_c_before_the_first_tune_prints_the_command_to_continue(tmp_path, swallowed):
+    """It ends the command even if extension modules would replace KeyboardInterrupt by other errors."""
     body = "exec(INTERRUPTING)"
     if swallowed:
         body = "try:\n    exec(INTERRUPTING)\nexcept BaseException:\n    raise ImportError from None\n"
@@ -37,8 +37,8 @@ def test_ctrl_c_before_the_first_tune_says_how_to_go_on(tmp_path, swallowed):
     assert ran.stderr == "asel: stopped. To go on: asel tune interrupting.py:kernel --shapes 'x=f32[8]'\n"
 
 
-def test_how_to_go_on_does_not_show_the_password_of_a_store(tmp_path):
-    """The line may end up in the log of a CI job."""
+def test_the_command_to_continue_does_not_show_a_password(tmp_path):
+    """The line may be in the log of a CI job."""
     (tmp_path / "interrupting.py").write_text(INTERRUPTING)
     store = "redis://user:hunter2@cache.example"
     ran = run("tune", "interrupting.py:kernel", "--shapes", "x=f32[8]", "--store", store, cwd=tmp_path)
@@ -47,8 +47,8 @@ def test_how_to_go_on_does_not_show_the_password_of_a_store(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_ctrl_c_in_an_event_loop_is_left_to_the_loop(backend):
-    """A loop cancels its tasks, which can clean up."""
+def test_ctrl_c_in_an_event_loop_cancels_its_tasks(backend):
+    """So that they can clean up."""
     script = (
         "import os, signal, anyio\n"
         "from asel.cli.interrupts import end_at_once, run_loop\n"
@@ -65,8 +65,8 @@ def test_ctrl_c_in_an_event_loop_is_left_to_the_loop(backend):
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "cleaned up\n", "asel: stopped\n" * 2)
 
 
-def test_a_command_that_was_started_to_ignore_ctrl_c_goes_on(tmp_path):
-    """Shells start what runs in the background of a script this way."""
+def test_a_command_started_with_ctrl_c_ignored_continues(tmp_path):
+    """Shells start background commands of a script this way."""
     (tmp_path / "interrupting.py").write_text(INTERRUPTING)
     command = f"trap '' INT; exec {sys.executable} -m asel tune interrupting.py:kernel --shapes 'x=f32[8]'"
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -74,7 +74,7 @@ def test_a_command_that_was_started_to_ignore_ctrl_c_goes_on(tmp_path):
     assert "has no attribute 'kernel'" in ran.stderr
 
 
-def test_a_command_that_is_run_in_a_thread_leaves_ctrl_c_alone():
+def test_a_command_in_a_thread_does_not_handle_ctrl_c():
     """Python lets only the main thread set a handler."""
     script = (
         "import signal, sys, threading\nfrom asel.cli import main\nsys.argv = ['asel', '--help']\n"
@@ -87,7 +87,7 @@ def test_a_command_that_is_run_in_a_thread_leaves_ctrl_c_alone():
 
 
 def test_ctrl_c_at_a_prompt_deletes_nothing(tmp_path):
-    """Silence is not a yes."""
+    """No answer does not count as a yes."""
     store = fill(tmp_path / "cache")
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, os, signal\n"

@@ -54,7 +54,7 @@ def path(tmp_path):
 
 
 def test_a_waterfall_shows_the_tree_with_times(path):
-    """A line a span, indented below its parent, its bar where it ran."""
+    """One line for each span, indented below its parent, with a bar at its time."""
     lines = asel("trace", path).out.splitlines()
     assert lines[0].endswith("10 s  serving")
     root, tune, winner, failed = lines[1:5]
@@ -69,7 +69,7 @@ def test_a_waterfall_shows_the_tree_with_times(path):
 
 
 def test_bars_have_the_colours_of_their_outcomes(path):
-    """The winner is green, a failed candidate yellow, an error red; the names say the same without colours."""
+    """The winner is green, a failed candidate yellow, an error red; the text shows the same without colours."""
     out = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)
     [trace] = traces_of(read_spans(path)[0])[:1]
     print_trace(out, trace)
@@ -79,8 +79,8 @@ def test_bars_have_the_colours_of_their_outcomes(path):
     assert "\x1b[36m" in lines[1]
 
 
-def test_what_is_written_is_otlp(path):
-    """OpenTelemetry's own definitions read every line, and reading gives back what was recorded."""
+def test_span_files_are_valid_otlp(path):
+    """OpenTelemetry's own definitions read every line, and the contents are equal."""
     for line in path.read_text().splitlines():
         json_format.Parse(line, ExportTraceServiceRequest())
     spans, bad = read_spans(path)
@@ -92,8 +92,8 @@ def test_what_is_written_is_otlp(path):
     assert {span.service for span in spans} == {"serving"}
 
 
-def test_bad_lines_are_named_and_cost_no_others(path):
-    """The exit code says that something was left out."""
+def test_bad_lines_are_named_and_other_lines_are_read(path):
+    """The exit code is 1."""
     (first, *rest) = path.read_text().splitlines()
     broken = json.loads(first)
     span = broken["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
@@ -116,7 +116,7 @@ def test_bad_lines_are_named_and_cost_no_others(path):
 
 
 def test_a_span_that_is_its_own_ancestor_is_shown_once(path):
-    """A damaged file never makes an endless tree; a span without its parent is a root."""
+    """A damaged file does not make an endless tree; a span without its parent is a root."""
     spans = [
         {
             "traceId": "aa",
@@ -135,7 +135,7 @@ def test_a_span_that_is_its_own_ancestor_is_shown_once(path):
 
 
 def test_traces_are_chosen_by_text_and_number(path):
-    """`--only` looks at ids and texts, `--limit` keeps the longest."""
+    """`--only` compares ids and texts, `--limit` keeps the longest."""
     assert "asel.autotune" in asel("trace", path, "--only", "matmul").out
     limited = asel("trace", path, "--limit", "1").out
     assert "1 shorter traces are not shown: --limit 2 shows all" in limited
@@ -156,7 +156,7 @@ def test_a_narrow_window_keeps_every_line_within_it(path, monkeypatch):
 
 
 def test_a_file_without_spans_is_wrong_use(tmp_path):
-    """One sentence with what the file should have."""
+    """The message describes the expected contents."""
     empty = tmp_path / "empty.jsonl"
     empty.write_text("hello\n")
     assert "resourceSpans" in asel("trace", empty).err

@@ -30,8 +30,8 @@ def scripted(script):
     return script()
 
 
-def test_a_kernel_in_a_file_is_tuned_and_kept(kernels):
-    """On the real device: the config is in the operation's own cache, and the next command knows it."""
+def test_a_kernel_in_a_file_is_tuned_and_stored(kernels):
+    """On the real device; the config is in the operation's cache, and the next command finds it."""
     command = ["tune", f"{kernels}:square", "--shapes", "x=f32[64]", "--shapes", "x=f32[64], scale=2.0", "--check"]
     ran = asel(*command)
     assert ran.code == 0, ran.err
@@ -45,8 +45,8 @@ def test_a_kernel_in_a_file_is_tuned_and_kept(kernels):
     assert {one["key"] for one in asel("cache", "ls", "--json").json} == {row["key"] for row in again.json}
 
 
-def test_the_summary_tells_speedup_noise_and_failures(kernels, scripted, monkeypatch):
-    """A call without a config makes the exit code 1, with the reason."""
+def test_the_summary_has_speedup_noise_and_failures(kernels, scripted, monkeypatch):
+    """A call without a config has the reason, and the exit code is 1."""
     store = kernels.parent / "configs.json"
     good = asel("tune", f"{kernels}:square", "--shapes", "x=f32[8]", "--store", store, "--json")
     assert good.code == 0
@@ -69,7 +69,7 @@ def test_the_summary_tells_speedup_noise_and_failures(kernels, scripted, monkeyp
 
 
 def test_the_summary_names_candidates_that_failed(kernels):
-    """A tuned call keeps its config; what --check refused is said, here and in the JSON."""
+    """A tuned call keeps its config; the candidates that --check refused are listed, also in the JSON."""
     (kernels.parent / "picky_example.py").write_text(
         "from asel import kernel\n"
         "@kernel(op_id='picky', configs=[1, 2, 3], heuristic=1)\n"
@@ -86,7 +86,7 @@ def test_the_summary_names_candidates_that_failed(kernels):
 
 @pytest.mark.timeout(90)
 def test_commands_with_one_store_share_the_work(tmp_path):
-    """Two processes: each call is tuned by one of them, and both know all configs in the end."""
+    """Of two processes, one tunes each call, and both have all configs in the end."""
     (tmp_path / "slow_example.py").write_text(
         "import time\n"
         "from asel import kernel\n"
@@ -105,7 +105,7 @@ def test_commands_with_one_store_share_the_work(tmp_path):
 
 
 def test_options_reach_the_tuner(kernels, scripted):
-    """Those of the command line come before those of a job file."""
+    """Options of the command line override those of a job file."""
     job = kernels.parent / "jobs.toml"
     job.write_text(
         'strategy = "race"\nisolation = "process"\ncheck = true\n'
@@ -116,7 +116,7 @@ def test_options_reach_the_tuner(kernels, scripted):
 
 
 def test_recorded_calls_are_a_target(kernels, scripted, monkeypatch):
-    """Lines that cannot be read are named, and cost no others."""
+    """Unreadable lines are named, and the other lines are used."""
     monkeypatch.syspath_prepend(kernels.parent)
     calls = kernels.parent / "calls.jsonl"
     lines = [{"kernel": "tune_example:square", "call": f"x=f32[{size}]", "seen": size} for size in (8, 16)]
@@ -127,7 +127,7 @@ def test_recorded_calls_are_a_target(kernels, scripted, monkeypatch):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_keeps_what_was_measured_and_says_how_to_go_on(kernels, scripted, monkeypatch, times):
+def test_ctrl_c_keeps_measurements_and_prints_the_command_to_continue(kernels, scripted, monkeypatch, times):
     """The first ends the tune with the best so far, which the next run measures again; the second drops it."""
     sampled = []
 
@@ -167,7 +167,7 @@ def test_ctrl_c_keeps_what_was_measured_and_says_how_to_go_on(kernels, scripted,
 
 
 def test_a_store_that_fails_is_named(kernels, scripted):
-    """One that does not answer, or cannot be written, costs no tuning."""
+    """It is refused before anything is tuned."""
     command = ["tune", f"{kernels}:square", "--shapes", "x=f32[8]", "--store"]
     away = asel(*command, "redis://u:hunter2@127.0.0.1:1?timeout_s=0.1")
     assert (away.code, away.out) == (2, "")
@@ -180,7 +180,7 @@ def test_a_store_that_fails_is_named(kernels, scripted):
 
 @pytest.mark.anyio
 async def test_a_terminal_shows_the_race_and_the_time_left():
-    """The best so far, what is left of the budget, and how many calls are done; no line is too long."""
+    """The best so far, the remaining budget, and the number of finished calls; no line is too wide."""
     job = tune_run.Job((None, None), tune_run.Options())
     tuner, _ = kernels_scripted()
     frames = []
@@ -220,7 +220,7 @@ async def test_a_terminal_shows_the_race_and_the_time_left():
     ],
 )
 def test_wrong_targets_shapes_and_options_are_one_sentence(kernels, arguments, fix):
-    """With the fix, and without a traceback; nothing is tuned."""
+    """With the fix and without a traceback; nothing is tuned."""
     ran = asel("tune", *(argument.replace("FILE", str(kernels)) for argument in arguments))
     assert (ran.code, ran.out) == (2, "")
     assert fix in " ".join(ran.err.split())
@@ -238,8 +238,8 @@ def test_wrong_targets_shapes_and_options_are_one_sentence(kernels, arguments, f
         ('[[tune]]\nkernel="tune_example.py:square"\nshapes=["x=3 4"]', "[[tune]] 1: cannot parse"),
     ],
 )
-def test_a_wrong_job_file_says_where_it_is_wrong(kernels, text, fix):
-    """The table and its number, and what it should have."""
+def test_the_error_of_a_wrong_job_file_names_the_place(kernels, text, fix):
+    """The number of the table, and the valid form."""
     job = kernels.parent / "jobs.toml"
     job.write_text(text)
     ran = asel("tune", job)
@@ -248,29 +248,29 @@ def test_a_wrong_job_file_says_where_it_is_wrong(kernels, text, fix):
 
 
 def test_a_module_that_fails_on_import_is_named(kernels):
-    """Whatever it raises; a missing dependency is distinguished from a missing module."""
+    """For any exception; a missing dependency is distinguished from a missing module."""
     for text, told in (("1 / 0", "ZeroDivisionError"), ("import no_such_dependency", "it needs no_such_dependency")):
         (kernels.parent / "failing_example.py").write_text(text)
         ran = asel("tune", f"{kernels.parent / 'failing_example.py'}:x", "--shapes", "x=f32[8]")
         assert told in ran.err
 
 
-def test_tuning_that_is_forbidden_is_said_so(kernels, monkeypatch):
-    """ASEL_AUTOTUNE=off holds for this command as well."""
+def test_tuning_that_is_switched_off_is_refused(kernels, monkeypatch):
+    """ASEL_AUTOTUNE=off applies to this command, too."""
     monkeypatch.setenv("ASEL_AUTOTUNE", "off")
     assert "unset it" in asel("tune", f"{kernels}:square", "--shapes", "x=f32[8]").err
 
 
-def test_a_kernel_by_import_path_is_the_module_s_own(kernels, monkeypatch):
-    """And a file is imported under its name, as worker processes will."""
+def test_a_kernel_by_import_path_is_the_modules_object(kernels, monkeypatch):
+    """A file is imported under its name, as in worker processes."""
     monkeypatch.syspath_prepend(kernels.parent)
     (call,) = target_calls("tune_example:square", ["x=f32[8]"]).calls
     assert call.kernel is imported_kernel("tune_example:square")
     assert isinstance(call.inv, Invocation)
 
 
-def test_a_store_is_addressed_as_by_a_persistent_cache(kernels, scripted, monkeypatch):
-    """`--store results` is the directory that PersistentCache("square", "results") means, and reads find it there."""
+def test_a_store_is_the_path_of_a_persistent_cache(kernels, scripted, monkeypatch):
+    """`--store results` is the directory of PersistentCache("square", "results"), for writing and for reading."""
     monkeypatch.chdir(kernels.parent)
     command = ["tune", f"{kernels}:square", "--shapes", "x=f32[8]", "--store"]
     assert asel(*command, "results").code == 0
@@ -283,8 +283,8 @@ def test_a_store_is_addressed_as_by_a_persistent_cache(kernels, scripted, monkey
     assert [one["cache"] for one in asel("cache", "ls", "--store", "results", "--json").json] == [cache.path]
 
 
-def test_a_name_that_may_mean_two_caches_is_not_guessed(kernels, scripted, monkeypatch):
-    """Reads take it for the operation in the cache directory, PersistentCache(path=...) for a directory here."""
+def test_an_ambiguous_name_of_a_cache_is_refused(kernels, scripted, monkeypatch):
+    """It may be an operation in the cache directory, or a new directory here."""
     monkeypatch.chdir(kernels.parent)
     command = ["tune", f"{kernels}:square", "--shapes", "x=f32[8]"]
     assert asel(*command).code == 0
@@ -296,7 +296,7 @@ def test_a_name_that_may_mean_two_caches_is_not_guessed(kernels, scripted, monke
 
 
 def test_a_kernel_and_its_class_in_one_file_are_one_kernel(kernels, script):
-    """The file of the quick start has both; the name may be left out all the same."""
+    """As in the quick start; the name may be left out."""
     script({1: 2e-4, 2: 1e-4})
     path = kernels.parent / "class_example.py"
     path.write_text(
@@ -311,7 +311,7 @@ def test_a_kernel_and_its_class_in_one_file_are_one_kernel(kernels, script):
 
 
 def test_a_candidate_that_hangs_takes_no_longer_than_the_budget(kernels, scripted):
-    """`--budget 5` ends after about five seconds, whatever a candidate does."""
+    """`--budget 5` ends after about five seconds."""
     store = kernels.parent / "configs.json"
     for budget, limit_s in (("5", 5.0), ("90", 30.0)):
         command = ["tune", f"{kernels}:square", "--shapes", "x=f32[8]", "--store", store, "--budget", budget, "--again"]

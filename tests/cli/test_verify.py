@@ -1,4 +1,4 @@
-"""`asel cache verify`: records that are measured again, and those that cannot be."""
+"""`asel cache verify`: records that are measured again, and records that cannot be."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def states(ran):
 
 
 def test_a_record_holds_if_it_wins_again(tuned):
-    """The exit code is 0, and the cache is as it was."""
+    """The exit code is 0, and the cache does not change."""
     before = asel("cache", "ls", "--json").json
     ran = asel(*tuned)
     assert ran.code == 0
@@ -45,7 +45,7 @@ def test_a_record_holds_if_it_wins_again(tuned):
     ],
 )
 def test_a_record_that_no_longer_holds_is_reported_with_the_reason(tuned, script, changes, state, why):
-    """What wins now, and by how much; a tie is not a change."""
+    """The new winner and the difference; a tie counts as holding."""
     script(**changes)
     ran = asel(*tuned, "--json")
     assert states(ran) == {(state, why)}
@@ -53,7 +53,7 @@ def test_a_record_that_no_longer_holds_is_reported_with_the_reason(tuned, script
 
 
 def test_a_config_that_is_no_longer_a_candidate_counts_as_changed(tuned, kernels):
-    """The record is of the same version, and the list is not."""
+    """The version is the same, but the list of candidates has changed."""
     import tune_example
 
     tune_example.square._configs = (1, 2, 4)
@@ -61,8 +61,8 @@ def test_a_config_that_is_no_longer_a_candidate_counts_as_changed(tuned, kernels
     assert states(ran) == {("changed", "the kernel does not list it any more; 4 wins now")}
 
 
-def test_an_unverifiable_record_is_reported_with_what_is_needed(tuned, kernels):
-    """A kernel, its version, this device, a report; if nothing is left, that is a problem."""
+def test_an_unverifiable_record_is_reported_with_the_reason(tuned, kernels):
+    """Its kernel, version, device or report is missing. If no record can be verified, that is a problem."""
     import tune_example
 
     ran = asel("cache", "verify", "--json")
@@ -77,8 +77,8 @@ def test_an_unverifiable_record_is_reported_with_what_is_needed(tuned, kernels):
     assert "no such records" in asel(*tuned, "--op", "other").err
 
 
-def test_ctrl_c_ends_it_and_names_what_was_not_measured(tuned, script, monkeypatch):
-    """Exit code 130, which is neither of those for a cache that holds and one that does not."""
+def test_ctrl_c_ends_verify_and_lists_unmeasured_records(tuned, script, monkeypatch):
+    """The exit code is 130, neither that of success nor of a problem."""
 
     class Interrupting(ScriptedMeasure):
         async def compile(self, trial):

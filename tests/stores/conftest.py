@@ -1,4 +1,4 @@
-"""The stores that several test files open; a Redis of each file's own, emptied for each test."""
+"""The stores that several test files open; each file has its own Redis, emptied for each test."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_waiter_for_another_process_takes_its_record():
-    """It does not tune, it says how long it waited, and its tier is the store."""
+    """The waiter does not tune; it reports its waiting time, and its tier is the store."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(), Toy())
@@ -46,7 +46,7 @@ async def test_a_waiter_for_another_process_takes_its_record():
 
 @pytest.mark.parametrize(("allow", "patience"), [({"wait_s": 3.0}, 3.0), ({"tune_budget_s": 20.0}, 25.0)])
 async def test_a_stuck_holder_delays_a_tune_by_wait_s_at_most(allow, patience):
-    """By `wait_s`, or if that is None by the budget and a grace; then this process tunes as well."""
+    """After `wait_s`, or by default the budget and a grace period, this process tunes as well."""
     place = Place()
     place.claimed_elsewhere = anyio.Event()
     bench = bench_over(place, allow=allow)
@@ -60,8 +60,8 @@ async def test_a_stuck_holder_delays_a_tune_by_wait_s_at_most(allow, patience):
     assert bench.tunes == 1
 
 
-async def test_heuristics_meanwhile_is_a_policy():
-    """With on_pending="heuristics" nobody waits for another process; its record is taken in when it comes."""
+async def test_on_pending_heuristics_applies_to_other_processes_tunes():
+    """With on_pending="heuristics", callers do not wait for another process, whose record is used once it is stored."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(), Toy())
@@ -90,8 +90,8 @@ async def test_a_retune_does_not_adopt_the_stored_record():
     assert [stored.cfg for stored in place.kept.values()] == [Blocks(2)]
 
 
-async def test_a_chain_that_does_not_persist_claims_nothing():
-    """persist_autotune=False reads the store and leaves it alone otherwise."""
+async def test_without_persist_autotune_nothing_is_claimed():
+    """persist_autotune=False only reads the store."""
     place = Place()
     bench = Bench(persistent=place, persist_autotune=False)
     async with bench.chain as chain:
@@ -110,7 +110,7 @@ async def test_without_async_with_claims_and_saves_work_the_same():
 
 
 async def test_closing_ends_a_wait_for_another_process():
-    """Waiters are told at once that the chain closed."""
+    """Waiters get the error immediately."""
     place = Place()
     place.claimed_elsewhere = anyio.Event()
     bench = bench_over(place)
@@ -127,7 +127,7 @@ async def test_closing_ends_a_wait_for_another_process():
         assert anyio.current_time() == start
 
 
-async def test_a_cancelled_caller_leaves_the_wait_for_another_process_to_the_chain():
+async def test_cancelling_a_caller_does_not_end_the_wait_for_another_process():
     """The tune belongs to the chain, and so does its claim."""
     place = Place()
     place.claimed_elsewhere = anyio.Event()
@@ -142,7 +142,7 @@ async def test_a_cancelled_caller_leaves_the_wait_for_another_process_to_the_cha
 
 
 async def test_without_async_with_the_next_waiter_claims_anew():
-    """A cancelled carrier gives its claim back; who carries on asks for it again."""
+    """A cancelled caller releases its claim; the waiter that continues the tune claims it again."""
     place = Place()
     bench = bench_over(place)
     answers = []
@@ -163,8 +163,8 @@ async def test_without_async_with_the_next_waiter_claims_anew():
 
 
 @pytest.mark.parametrize("broken", ["compile", "put"])
-async def test_a_claim_is_given_back_however_the_tune_ends(broken):
-    """Success, failure of every candidate, failure of the put."""
+async def test_a_claim_is_released_after_every_outcome_of_a_tune(broken):
+    """Success, failure of every candidate, and failure of the put."""
     place = Place()
     script = {"compile_errors": lambda cfg: ValueError("no")} if broken == "compile" else {}
     place.broken = {broken}
@@ -176,7 +176,7 @@ async def test_a_claim_is_given_back_however_the_tune_ends(broken):
 
 
 async def test_a_claim_that_cannot_be_released_costs_no_answer():
-    """What was found is found."""
+    """The result of the tune is returned all the same."""
 
     class Sticky(Place):
         @asynccontextmanager
@@ -192,7 +192,7 @@ async def test_a_claim_that_cannot_be_released_costs_no_answer():
 
 @pytest.mark.parametrize("when", ["coming", "going", "shielded", "shielded and broken"])
 async def test_a_claim_that_hangs_costs_one_timeout(when):
-    """Whether it hangs before it is held or after, the tune is answered and the store left alone."""
+    """The tune is answered if the store hangs before or after the claim is held; then it is not tried for a while."""
 
     class Hanging(Place):
         @asynccontextmanager
@@ -217,7 +217,7 @@ async def test_a_claim_that_hangs_costs_one_timeout(when):
 
 
 async def test_an_invalid_record_with_a_claim_is_a_failure_of_the_store():
-    """A store of somebody else's making costs its tier, and no tune."""
+    """A faulty custom store costs its tier, not the tune."""
 
     class Odd(Place):
         @asynccontextmanager
@@ -233,8 +233,8 @@ async def test_an_invalid_record_with_a_claim_is_a_failure_of_the_store():
     assert [event.operation for event in bench.sink.named("store_error")] == ["claim"]
 
 
-async def test_without_async_with_heuristics_meanwhile_hold_as_well():
-    """Nobody waits for another process who does not want to; and nothing keeps the next call from trying."""
+async def test_without_async_with_on_pending_heuristics_applies_as_well():
+    """Callers do not wait for another process, and the next call tries again."""
     place = Place()
     place.claimed_elsewhere = anyio.Event()
     bench = bench_over(place, allow={"on_pending": "heuristics"})
@@ -246,16 +246,16 @@ async def test_without_async_with_heuristics_meanwhile_hold_as_well():
 
 
 @pytest.mark.parametrize("broken", ["claim", "get"])
-async def test_a_claim_that_fails_is_not_another_process_at_work(broken):
-    """Where the store is broken everybody tunes, also those who would not wait for anyone."""
+async def test_a_failed_claim_does_not_count_as_another_process(broken):
+    """If the store is broken, every process tunes, even with a policy that does not wait for others."""
     place = Place()
     place.broken = {broken}
     bench = bench_over(place, allow={"on_pending": "heuristics"})
     assert (await bench.chain.select(call(), Toy())).tier == "autotune"
 
 
-async def test_a_retune_waits_for_another_process_whatever_is_stored():
-    """The record that is there is about to be replaced, so it does not end the wait."""
+async def test_a_retune_waits_for_another_process_despite_a_record():
+    """The existing record is about to be replaced, so it does not end the wait."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(), Toy())

@@ -1,4 +1,4 @@
-"""Configs as JSON values, and back as what they were."""
+"""Configs as JSON values, and back."""
 
 from __future__ import annotations
 
@@ -118,23 +118,23 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("cfg", "cfg_type"), CONFIGS, ids=lambda value: str(value)[:40])
-def test_a_config_comes_back_equal_and_of_its_type(cfg, cfg_type):
-    """What was tuned is what runs."""
+def test_a_config_is_read_back_equal_and_with_its_type(cfg, cfg_type):
+    """The config that was tuned is the config that runs."""
     codec = Codec(cfg_type=cfg_type)
     back = codec.load(codec.dump(cfg))
     assert back == cfg
     assert type(back) is type(cfg)
 
 
-def test_without_a_type_the_json_value_comes_back():
-    """A dataclass or a model is written as its fields; nothing says what they were."""
+def test_without_a_type_the_json_value_is_returned():
+    """A dataclass or a model is written as its fields, without its type."""
     assert Codec().load(Codec().dump(TILE)) == {"shape": [64, 128], "layout": "bhtd"}
     assert Codec().load(Codec().dump(Model(block=1, shape=(2, 3)))) == {"block": 1, "shape": [2, 3]}
     assert Codec().load(Codec().dump({"m": [1, None, True]})) == {"m": [1, None, True]}
 
 
-def test_a_dumper_and_a_loader_come_before_all():
-    """Serialisation priority: the user's own functions first."""
+def test_a_dumper_and_a_loader_take_precedence():
+    """The user's own functions come before pydantic."""
     codec = Codec(loader=lambda text: Pair(*map(int, text.split("x"))), dumper=lambda pair: f"{pair.m}x{pair.n}")
     assert codec.dump(Pair(3, 4)) == "3x4"
     assert codec.load("3x4") == Pair(3, 4)
@@ -154,7 +154,7 @@ def test_a_dumper_and_a_loader_come_before_all():
     ],
 )
 def test_a_misfit_is_refused_with_its_field(value, field):
-    """A config of an older version of the type says which field is wrong; a removed one is not dropped silently."""
+    """The error names the field that does not fit; a removed field is not dropped silently."""
     with pytest.raises(RecordError, match=rf"^{field}"):
         Codec(cfg_type=Attention).load(value)
 
@@ -169,7 +169,7 @@ def test_a_new_field_with_a_default_keeps_old_records():
     [(object(), None), ({1, 2}, None), (float("nan"), None), ([lambda: 0], None), (TILE, Attention), (7, Attention)],
 )
 def test_an_unstorable_config_is_refused_with_the_reason(cfg, cfg_type):
-    """At the put, not at a later get; and the message says what to do."""
+    """At the put, not at a later get; the message has the fix."""
     with pytest.raises(InvalidRequestError, match=r"cannot be stored.*(dumper|cfg_type)"):
         Codec(cfg_type=cfg_type).dump(cfg)
 
@@ -192,14 +192,14 @@ class Unspeakable:
     ids=["int64", "float32", "class", "big-endian", "huge", "unspeakable"],
 )
 def test_lookalikes_of_dtypes_and_configs_without_a_repr_are_refused(cfg):
-    """numpy makes a dtype of anything that has one: 128 must not be stored as "int64", nor a class as "object"."""
+    """np.dtype accepts anything with a dtype: 128 must not be stored as "int64", nor a class as "object"."""
     with pytest.raises(InvalidRequestError, match=r"cannot be stored.*(dumper|cfg_type)"):
         Codec().dump(cfg)
 
 
-def test_a_config_that_would_come_back_different_is_refused():
+def test_a_config_that_would_be_read_back_different_is_refused():
     """Equal and of the same type, or not at all."""
-    with pytest.raises(InvalidRequestError, match="would come back as"):
+    with pytest.raises(InvalidRequestError, match="would be read again as"):
         Codec(dumper=lambda cfg: {"m": 1, "n": 1}, cfg_type=Pair).dump(Pair(5, 6))
 
 
@@ -213,14 +213,14 @@ def test_a_type_that_cannot_be_read_is_refused_at_once(cfg_type):
 @pytest.mark.parametrize(
     ("cfg_type", "value"), [(Picky, {"m": 9}), (Typed, {"dtype": "no such"}), (Typed, {"dtype": {"a": 1}})]
 )
-def test_a_type_that_raises_makes_a_record_unfit(cfg_type, value):
-    """A `__post_init__` may raise anything, and numpy a TypeError: it is the record that is refused, not the store."""
+def test_a_type_that_raises_rejects_the_record(cfg_type, value):
+    """`__post_init__` may raise anything, and numpy a TypeError: only the record is rejected."""
     with pytest.raises(RecordError, match=r"the config type refused it: (KeyError|TypeError)"):
         Codec(cfg_type=cfg_type).load(value)
 
 
-def test_a_loader_that_raises_makes_a_record_unfit():
-    """Whatever it raises, it is the record that is refused."""
+def test_a_loader_that_raises_rejects_the_record():
+    """Any exception rejects only the record."""
     with pytest.raises(RecordError, match="ZeroDivisionError"):
         Codec(loader=lambda value: 1 / 0).load(1)
 
@@ -232,8 +232,8 @@ def test_a_loader_is_a_function(name):
         Codec(**{name: "cache.json"})
 
 
-def test_of_a_big_search_only_what_was_tried_is_stored():
-    """Thousands of skipped candidates would not fit a record, and others learn from what was measured."""
+def test_a_record_of_a_large_search_omits_skipped_candidates():
+    """Thousands of skipped candidates would not fit, and only measurements are useful to later tunes."""
     tried = Measured(Tile((1,)), 1e-3, (1e-3,), 0.5)
     skipped = [Skipped(Tile((size,)), "it is not expected to win") for size in range(2, 2002)]
     codec = RecordCodec(Codec(cfg_type=Tile), "here")

@@ -1,4 +1,4 @@
-"""Config types go by kernel: one cache for several, and what comes back of it."""
+"""One cache for kernels with different config types."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def make_cache(request, tmp_path):
     ],
 )
 def test_one_cache_serves_kernels_with_different_configs(make_cache, configs, real_backend):
-    """Each gets its own back in the next process, as what it was."""
+    """In the next process, each kernel gets its config with its own type."""
 
     async def scene():
         for expected in ("autotune", "persistent"):
@@ -106,8 +106,8 @@ def test_one_cache_serves_kernels_with_different_configs(make_cache, configs, re
         (("auto", Tiles(2)), Tiles(7)),
     ],
 )
-def test_a_users_put_comes_back_as_the_kernels_type(make_cache, configs, own):
-    """Although it is not a candidate, so that nothing but the others' type tells what it was."""
+def test_a_users_put_is_read_as_the_kernels_type(make_cache, configs, own):
+    """It is not a candidate, so the type is inferred from the candidates."""
 
     async def scene():
         kernel, chain = Other(*configs), Bench(persistent=make_cache()).chain
@@ -122,7 +122,7 @@ def test_a_users_put_comes_back_as_the_kernels_type(make_cache, configs, own):
     "configs", [(Tiles(1), Strips(1)), (Layout.ROWS, "rows"), ((1, 2), [1, 2]), (Model(depth=1), {"depth": 1})]
 )
 def test_a_record_that_may_be_either_of_two_candidates_answers_for_neither(make_cache, configs, real_backend):
-    """They look alike as JSON. A config of the wrong class would run another program than the one that won."""
+    """Their JSON is equal, and a config of the wrong class would run another program than the winner."""
 
     async def scene():
         for _ in range(2):
@@ -138,7 +138,7 @@ def test_a_record_that_may_be_either_of_two_candidates_answers_for_neither(make_
 
 
 def test_a_record_that_does_not_fit_the_kernels_type_is_rejected(make_cache):
-    """With an event that says why, and a tune as if nothing were stored."""
+    """An event has the reason, and the key is tuned."""
 
     async def scene():
         kernel, bench = Other(Tiles(1), Tiles(2)), Bench(costs=lambda cfg: 0.001, persistent=make_cache())
@@ -152,7 +152,7 @@ def test_a_record_that_does_not_fit_the_kernels_type_is_rejected(make_cache):
 
 
 def test_the_refusal_of_a_config_names_the_type_of_the_cache(make_cache):
-    """The way out is to leave the type out."""
+    """The fix is to omit the type."""
 
     async def scene():
         with pytest.raises(InvalidRequestError, match="made with cfg_type=Blocks; without it, each kernel's"):
@@ -162,7 +162,7 @@ def test_the_refusal_of_a_config_names_the_type_of_the_cache(make_cache):
 
 
 def test_get_returns_json_values_without_a_config_type(make_cache):
-    """It knows no kernel; `cfg_type` or a loader tells."""
+    """`get` has no kernel; `cfg_type` or a loader provides the type."""
 
     async def scene():
         await make_cache().put("d", "o", "k", Tiles(1))

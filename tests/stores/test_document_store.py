@@ -20,8 +20,8 @@ def run(fn, *args, backend="asyncio"):
 
 
 @pytest.mark.parametrize("contents", [b"", b'{"asel": 2, "rec', b"\xff\x00garbage", b"[1, 2]", b"[" * 100_000])
-def test_a_bad_document_is_set_aside_and_a_new_one_begun(document, contents):
-    """Nothing that was in it is lost: it lies beside the new one."""
+def test_a_bad_document_is_kept_in_a_copy_and_a_new_one_begun(document, contents):
+    """No contents are lost: the copy is beside the new document."""
     rejected = []
     document.on_rejected = rejected.append
     document.path.write_bytes(contents)
@@ -37,8 +37,8 @@ def test_a_bad_document_is_set_aside_and_a_new_one_begun(document, contents):
     assert document.path.with_name("c.json.bad-0").read_bytes() == contents
 
 
-def test_one_bad_record_costs_a_document_no_other(document):
-    """Each record of a document stands for itself, and the bad one is kept in a copy."""
+def test_one_bad_record_does_not_affect_others_in_a_document(document):
+    """Each record is read independently, and the bad record is kept in a copy."""
     rejected = []
     document.on_rejected = rejected.append
     lines = [json.loads(record(1).to_json()), {"asel": 2}, 7, json.loads(record(2, checksum="c2").to_json())]
@@ -55,8 +55,8 @@ def test_one_bad_record_costs_a_document_no_other(document):
     assert json.loads(document.path.with_name("c.json.bad-0").read_text())["records"] == lines
 
 
-def test_a_reader_in_another_thread_takes_nothing_from_a_writer(document, monkeypatch):
-    """What a slow reader saw before another process wrote is not what the next put is added to."""
+def test_a_slow_reader_does_not_lose_another_writers_record(document, monkeypatch):
+    """A reader may have an older state than the file; the next put merges with the file, not with that state."""
     parse, is_read, is_late = DocumentFile._parse, threading.Event(), threading.Event()
     one, two, three = (record(number, checksum=f"c{number}") for number in (1, 2, 3))
 
@@ -100,8 +100,8 @@ def test_a_document_that_is_a_link_is_not_replaced(document, tmp_path):
     assert (tmp_path / "other.json").read_text() == "precious"
 
 
-def test_a_document_is_sorted_and_has_a_record_a_line(document):
-    """Two versions of it differ where their records do."""
+def test_a_document_is_sorted_with_one_record_on_each_line(document):
+    """A diff of two versions shows the records that differ."""
 
     async def scene():
         for number in (3, 1, 2):
@@ -113,7 +113,7 @@ def test_a_document_is_sorted_and_has_a_record_a_line(document):
     assert [Record.from_json(line.rstrip(",")).cfg for line in lines] == [1, 2, 3]
 
 
-def test_puts_at_once_are_written_together(document, monkeypatch, real_backend):
+def test_concurrent_puts_are_written_together(document, monkeypatch, real_backend):
     """A hundred puts of one process rewrite the file a few times, not a hundred."""
     writes = []
     overwrite = DocumentFile._write_alone
@@ -136,7 +136,7 @@ def test_puts_at_once_are_written_together(document, monkeypatch, real_backend):
 
 
 def test_a_cancelled_put_does_not_affect_its_batch(document, real_backend):
-    """The task that writes a batch may be cancelled: the next one carries on."""
+    """If the task that writes a batch is cancelled, the next one continues."""
 
     async def scene():
         async def first():

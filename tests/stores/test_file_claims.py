@@ -22,7 +22,7 @@ def run(fn, *args, backend="asyncio"):
     ("make_store", "claims"), [("directory", "cache/claims"), ("document", ".c.json.claims")], indirect=["make_store"]
 )
 def test_claims_are_not_made_through_a_planted_link(make_store, claims, tmp_path):
-    """Not even a lock, which is removed afterwards with whatever had its name."""
+    """Not even a lock file, since releasing the lock would delete a file of that name."""
     outside = tmp_path / "outside"
     outside.mkdir()
     victim = outside / f"{record().address.digest}.schema-2.lock"
@@ -40,7 +40,7 @@ def test_claims_are_not_made_through_a_planted_link(make_store, claims, tmp_path
 
 
 def test_waiters_for_a_claim_occupy_no_thread(make_store, real_backend):
-    """Neither of the shared pool nor of our own: thirty of them poll, and rest in between."""
+    """Thirty waiters poll, and occupy neither shared threads nor asel's between polls."""
 
     async def scene():
         holder = make_store()
@@ -83,7 +83,7 @@ anyio.run(main)
 
 
 def test_a_forked_child_does_not_keep_its_dead_parents_lock(directory, request):
-    """filelock drops inherited locks; a child that would not delays others by `wait_s`, like any stuck holder."""
+    """Otherwise the child would delay others by `wait_s`, like any stuck holder."""
     script = FORKED.format(tests=str(TESTS), root=str(directory.root))
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"True\n"

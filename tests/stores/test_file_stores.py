@@ -39,8 +39,8 @@ def test_contract(law, make_store, real_backend):
 # Which store is meant.
 
 
-def test_a_location_names_its_store(tmp_path):
-    """A path, a document or a store of one's own."""
+def test_open_store_returns_the_store_for_a_location(tmp_path):
+    """A path, a document or a custom store."""
     assert isinstance(open_store(tmp_path / "x"), DirectoryStore)
     assert isinstance(open_store(str(tmp_path / "x.json")), DocumentStore)
     own = DirectoryStore(tmp_path)
@@ -49,7 +49,7 @@ def test_a_location_names_its_store(tmp_path):
 
 @pytest.mark.parametrize("location", ["", 7, None, object(), "http://host/x", "sqlite:///x"])
 def test_an_invalid_location_is_refused(location):
-    """The message says what would do."""
+    """The message has the valid forms."""
     with pytest.raises(InvalidRequestError, match="redis://"):
         open_store(location)
 
@@ -76,8 +76,8 @@ def test_a_url_in_the_wrong_place_is_not_repeated(mistake):
     assert "hunter2" not in str(refused.value)
 
 
-def test_opening_a_store_touches_nothing(tmp_path):
-    """Directories are made when something is put, not before."""
+def test_opening_a_store_creates_nothing(tmp_path):
+    """Directories are created at the first put."""
     for name in ("a", "b.json"):
         open_store(tmp_path / "new" / name)
     assert not list(tmp_path.iterdir())
@@ -87,7 +87,7 @@ def test_opening_a_store_touches_nothing(tmp_path):
 
 
 def forged(before: str, after: str) -> bytes:
-    """Return a record's line that somebody has changed, together with its digest."""
+    """Return a changed record's line with a matching digest."""
     body, mark, _ = record().to_json().rpartition(',"sha256":"')
     assert before in body
     body = body.replace(before, after)
@@ -117,7 +117,7 @@ BAD = {
 
 @pytest.mark.parametrize("contents", BAD.values(), ids=BAD)
 def test_a_bad_file_is_a_miss_reported_once_and_set_aside(directory, contents):
-    """It costs itself and nothing else: its neighbours answer, and its place can be written."""
+    """Its neighbours are read, and its address can be written."""
     rejected = []
     directory.on_rejected = rejected.append
     neighbour = record(5, checksum="c2")
@@ -152,8 +152,8 @@ def test_a_put_replaces_a_bad_file_at_its_address(directory):
     run(scene)
 
 
-def test_a_bad_file_that_cannot_be_set_aside_is_an_error_and_no_endless_trial(directory):
-    """The put fails, instead of being written again and again."""
+def test_a_put_fails_if_a_bad_file_cannot_be_set_aside(directory):
+    """It does not retry without end."""
     rejected = []
     directory.on_rejected = rejected.append
 
@@ -168,8 +168,8 @@ def test_a_bad_file_that_cannot_be_set_aside_is_an_error_and_no_endless_trial(di
     assert 0 < len(rejected) < 10
 
 
-def test_a_record_spelt_another_way_is_deleted_as_any_other(directory):
-    """A file that somebody indented is still the record it was."""
+def test_a_reformatted_record_is_deleted_like_any_other(directory):
+    """An indented file still has the same record."""
 
     async def scene():
         await directory.put(record())
@@ -186,7 +186,7 @@ def test_a_record_spelt_another_way_is_deleted_as_any_other(directory):
 
 
 def test_a_planted_link_is_not_written_through(directory, tmp_path):
-    """Whatever lies in a cache directory, a write stays inside it."""
+    """A write stays inside the cache directory."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
 
@@ -208,7 +208,7 @@ def test_a_planted_link_is_not_written_through(directory, tmp_path):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_planted_directory_link_is_not_followed(directory, tmp_path, depth):
-    """Nor is a linked directory one of ours."""
+    """A linked directory is not part of the store."""
     outside = tmp_path / "outside"
     outside.mkdir()
 
@@ -225,7 +225,7 @@ def test_a_planted_directory_link_is_not_followed(directory, tmp_path, depth):
 
 @pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
 def test_a_fifo_or_device_does_not_hang_a_reader(directory, plant):
-    """A pipe under a record's name is bad, like any other nonsense."""
+    """A pipe in the place of a record is bad like any other invalid file."""
 
     async def scene():
         await directory.put(record())
@@ -240,7 +240,7 @@ def test_a_fifo_or_device_does_not_hang_a_reader(directory, plant):
 
 
 def test_file_modes_follow_the_umask(make_store, tmp_path):
-    """A cache that a team shares is as readable as the team's umask says."""
+    """The umask decides whether a team can read a shared cache."""
     before = os.umask(0o002)
     try:
         run(make_store().put, record())
@@ -250,7 +250,7 @@ def test_file_modes_follow_the_umask(make_store, tmp_path):
     assert [stat.S_IMODE(path.stat().st_mode) for path in files] == [0o664]
 
 
-def test_nothing_temporary_is_left(make_store, tmp_path):
+def test_a_put_leaves_no_temporary_files(make_store, tmp_path):
     """After a put there are records and locks, and nothing half-written."""
 
     async def scene():
@@ -266,7 +266,7 @@ def test_nothing_temporary_is_left(make_store, tmp_path):
 
 
 def test_old_temporary_files_of_killed_writers_are_removed(directory):
-    """A half-written file of a process that was killed does not stay for ever; a fresh one may be in use."""
+    """A fresh one stays, since it may be in use."""
 
     async def scene():
         await directory.put(record())
@@ -285,7 +285,7 @@ def test_old_temporary_files_of_killed_writers_are_removed(directory):
 
 
 def test_without_links_the_first_writer_still_wins(directory, monkeypatch, real_backend):
-    """Some file systems have no hard links: then it is a rename, alone by a lock."""
+    """On file systems without hard links, a file is renamed under a lock instead."""
 
     def refuse(*args, **kwargs):
         raise OSError(errno.EPERM, "no links here")
@@ -297,8 +297,8 @@ def test_without_links_the_first_writer_still_wins(directory, monkeypatch, real_
             run(law, partial(DirectoryStore, root), backend=real_backend)
 
 
-def test_a_store_that_is_only_read_is_never_written(directory, tmp_path):
-    """What was shipped stays as it was shipped, bad files included."""
+def test_a_read_only_store_is_never_written(directory, tmp_path):
+    """Shipped files do not change, bad ones included."""
     run(directory.put, record())
     the_file(directory).write_bytes(b"bad")
     shipped, rejected = open_store(directory.root, read_only=True), []
@@ -307,7 +307,7 @@ def test_a_store_that_is_only_read_is_never_written(directory, tmp_path):
 
     async def scene():
         assert await shipped.get(record().address) is None
-        with pytest.raises(StoreError, match="only read"):
+        with pytest.raises(StoreError, match="read-only"):
             await shipped.put(record())
 
     run(scene)
@@ -315,8 +315,8 @@ def test_a_store_that_is_only_read_is_never_written(directory, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_shipped_directory_may_be_made_of_links(directory, tmp_path):
-    """It is only read, so it does not matter where they lead."""
+def test_a_read_only_directory_may_consist_of_links(directory, tmp_path):
+    """It is only read, so following links is safe."""
     run(directory.put, record())
     shipped = tmp_path / "shipped"
     (shipped / "schema-2").mkdir(parents=True)
@@ -326,7 +326,7 @@ def test_a_shipped_directory_may_be_made_of_links(directory, tmp_path):
 
 
 def test_a_put_is_on_disk_before_it_is_acknowledged(directory, monkeypatch):
-    """The contents before their name, and then the name: what a power cut leaves is whole."""
+    """The contents are synced before the name, so a power cut leaves only whole records."""
     steps, fsync, link = [], os.fsync, os.link
 
     def synced(file):

@@ -17,7 +17,7 @@ BEST = {"m": 3, "n": 1}
 
 @pytest.fixture(params=["directory", "document", "redis"])
 def location(request, tmp_path):
-    """Where the fleet keeps its records."""
+    """The location of the fleet's store."""
     if request.param == "redis":
         with RedisServer() as server:
             yield server.url()
@@ -46,7 +46,7 @@ def one_more(order: Order):
 
 
 def test_eight_processes_and_one_cold_key_make_one_tune(fleet, location, tmp_path):
-    """Everyone gets the same answer, and only one had to work for it."""
+    """All processes get the same answer from one tune."""
     order = Order(location, str(tmp_path / "log"))
     said = answers(fleet, order)
     assert [answer.cfg for answer in said] == [BEST] * 8
@@ -57,7 +57,7 @@ def test_eight_processes_and_one_cold_key_make_one_tune(fleet, location, tmp_pat
 
 
 def test_processes_that_run_the_same_batch_share_it(fleet, location, tmp_path):
-    """A key that is tuned elsewhere is put off while others are left, so nobody waits; each is tuned once."""
+    """A key that another process tunes is postponed while others are left; each key is tuned once."""
     gate = tmp_path / "gate"
     order = Order(location, str(tmp_path / "log"), sample_s=0.001, gate=str(gate), batch=7)
     for member in fleet[:3]:
@@ -71,8 +71,8 @@ def test_processes_that_run_the_same_batch_share_it(fleet, location, tmp_path):
     assert sum(answer.tier.split().count("tuned") for answer in said) == 7
 
 
-def test_a_holder_that_is_killed_is_replaced_by_one_other(fleet, location, tmp_path):
-    """A file's lock ends with its process, a lease soon after: the tune is finished by one of those who waited."""
+def test_a_killed_holder_is_replaced_by_one_waiter(fleet, location, tmp_path):
+    """A file lock ends with its process, and a lease soon after; one of the waiters tunes."""
     order = Order(location, str(tmp_path / "log"), lease_s=2.0 if location.startswith("redis") else None)
     with one_more(replace(order, hang=True)) as holder:
         others = fleet[:3]
@@ -83,8 +83,8 @@ def test_a_holder_that_is_killed_is_replaced_by_one_other(fleet, location, tmp_p
         assert len(order.tuners - {str(holder.pid)}) == 1
 
 
-def test_a_holder_that_is_stopped_delays_others_no_longer_than_they_wait(fleet, tmp_path):
-    """A stuck holder blocks nobody beyond `wait_s`; the first to store settles it, also for the stuck one."""
+def test_a_stopped_holder_delays_others_by_wait_s_at_most(fleet, tmp_path):
+    """The first process to store its result wins, and the stopped one adopts it later."""
     order = Order(str(tmp_path / "cache"), str(tmp_path / "log"), wait_s=0.5)
     with one_more(replace(order, favourite=2, sample_s=0.2, wait_s=None)) as stuck:
         stuck.send_signal(signal.SIGSTOP)

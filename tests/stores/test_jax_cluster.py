@@ -1,4 +1,4 @@
-"""The store of a `jax.distributed` program: the laws of every store, two ranks in one process, two real ranks."""
+"""The store of a `jax.distributed` program: the contract of stores, two ranks in one process, two real ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_contract(law, clients, real_backend):
 
 @asynccontextmanager
 async def two_ranks(clients, *options):
-    """Have a selector on each of two ranks. Left alone, the first would choose Blocks(2), the second Blocks(3)."""
+    """Run a selector on each of two ranks. Alone, the first would choose Blocks(2), the second Blocks(3)."""
     location = f"jax://{next(_names)}"
     stores = [JaxClusterStore(location, client=client) for client in clients]
     options = options or ({}, {})
@@ -48,7 +48,7 @@ async def two_ranks(clients, *options):
 
 
 def test_ranks_have_one_answer_from_one_tune(clients, real_backend):
-    """At the same time or one after the other; what a call that cannot wait may answer changes with the await."""
+    """Whether ranks await at the same time or in turn; a call that cannot wait gets the new answer after the await."""
 
     async def main():
         async with two_ranks(clients) as (first, second):
@@ -75,7 +75,7 @@ async def _append(answers, answer):
 
 
 def test_a_retune_of_all_ranks_is_one_tune(clients, real_backend):
-    """The first to come measures again; the others take what it found, and had the old config until then."""
+    """The first rank measures again and the others take its result; until then they have the old config."""
 
     async def main():
         async with two_ranks(clients) as (first, second):
@@ -90,7 +90,7 @@ def test_a_retune_of_all_ranks_is_one_tune(clients, real_backend):
 
 
 def test_a_tune_that_fails_on_one_rank_fails_on_all(clients, real_backend):
-    """Another rank could tune, and would then run another program than the rank that failed."""
+    """Otherwise another rank could tune, and run another program than the rank that failed."""
     broken = {"script": {"compile_errors": lambda cfg: MemoryError("this rank is full")}}
 
     async def main():
@@ -104,8 +104,8 @@ def test_a_tune_that_fails_on_one_rank_fails_on_all(clients, real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_a_result_that_cannot_be_agreed_on_does_not_answer(clients, real_backend, monkeypatch):
-    """And it is not stored later, when the other ranks have another."""
+def test_a_result_that_cannot_be_stored_does_not_answer(clients, real_backend, monkeypatch):
+    """It is not stored later either, when the other ranks may have another answer."""
 
     async def fail(self, *args, **kwargs):
         raise StoreError("it is gone", location=self.location)
@@ -122,7 +122,7 @@ def test_a_result_that_cannot_be_agreed_on_does_not_answer(clients, real_backend
     anyio.run(main, backend=real_backend)
 
 
-def test_nothing_changes_but_in_an_await(clients, real_backend):
+def test_answers_change_only_in_an_await(clients, real_backend):
     """Background tunes and limited waits become waits; no rank withdraws a config by itself."""
 
     async def main():
@@ -145,7 +145,7 @@ def test_nothing_changes_but_in_an_await(clients, real_backend):
 
 
 def test_a_users_put_is_the_same_on_all_ranks(clients, real_backend):
-    """The n-th put of a rank is the n-th of all; the first to come decides what it is."""
+    """The n-th put of each rank is the same entry, and the first rank decides its config."""
 
     async def main():
         location = f"jax://{next(_names)}"
@@ -162,8 +162,8 @@ def test_a_users_put_is_the_same_on_all_ranks(clients, real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_what_cannot_work_is_refused(clients):
-    """Before the first selection, with the way out."""
+def test_invalid_set_ups_are_refused(clients):
+    """Before the first selection, with the fix."""
     with pytest.raises(InvalidRequestError, match=r"jax\.distributed\.initialize"):
         open_store("jax://")
     with pytest.raises(InvalidRequestError, match="jax://NAME"):

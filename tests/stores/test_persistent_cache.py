@@ -1,4 +1,4 @@
-"""`PersistentCache`, alone and under a chain: in real time, with real files."""
+"""`PersistentCache`, alone and in a selector: in real time, with real files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def found(cache, *args, **options):
 
 
 def test_get_returns_what_put_stored(make_cache, real_backend):
-    """In this process, in the next, and as the type it was."""
+    """In this process and in the next, with the same type."""
 
     async def scene():
         cache = make_cache()
@@ -70,8 +70,8 @@ def test_get_returns_what_put_stored(make_cache, real_backend):
     run(scene, backend=real_backend)
 
 
-def test_put_replaces_what_is_there_and_get_returns_the_newest(make_cache):
-    """Whatever its checksum: a user's own put is on purpose."""
+def test_put_replaces_a_keys_records_and_get_returns_the_newest(make_cache):
+    """With any checksum: a user's put is deliberate."""
 
     async def scene():
         cache = make_cache()
@@ -88,7 +88,7 @@ def test_put_replaces_what_is_there_and_get_returns_the_newest(make_cache):
     run(scene)
 
 
-def test_an_unserialisable_config_costs_nothing_else(make_cache):
+def test_an_unserialisable_config_fails_only_its_own_put(make_cache):
     """A clear error at that put; the puts before and after it are fine."""
 
     async def scene():
@@ -102,8 +102,8 @@ def test_an_unserialisable_config_costs_nothing_else(make_cache):
     run(scene)
 
 
-def test_the_default_place_is_named_by_the_environment(monkeypatch, tmp_path):
-    """ASEL_CACHE_DIR, else the platform's cache directory; by operation."""
+def test_the_environment_names_the_default_directory(monkeypatch, tmp_path):
+    """ASEL_CACHE_DIR, or the platform's cache directory, with a folder for each operation."""
     monkeypatch.setenv("ASEL_CACHE_DIR", str(tmp_path / "here"))
     cache = PersistentCache("matmul")
     assert cache.path == str(tmp_path / "here" / "matmul")
@@ -116,12 +116,12 @@ def test_the_default_place_is_named_by_the_environment(monkeypatch, tmp_path):
     "opname", ["", "../up", "a/b", "/etc/passwd", ".hidden", "a\0b", "..", "x" * 200, 7, None, "a b"]
 )
 def test_an_operation_name_is_a_plain_name(opname):
-    """No path tricks; the message says where a location belongs."""
+    """It cannot be a path; the message names the parameter for a location."""
     with pytest.raises(InvalidRequestError, match="path="):
         PersistentCache(opname)
 
 
-def test_the_form_its_ancestor_documents_means_that_file(tmp_path):
+def test_ejkernels_documented_form_opens_that_file(tmp_path):
     """PersistentCache("/path/to/cache.json") and with a loader and a dumper after it."""
     path = str(tmp_path / "cache.json")
     assert isinstance(PersistentCache(path).store, DocumentStore)
@@ -137,11 +137,11 @@ def test_the_form_its_ancestor_documents_means_that_file(tmp_path):
 
 @pytest.mark.parametrize("name", ["my cache.json", "t\N{LATIN SMALL LETTER U WITH DIAERESIS}nes.json", ".json"])
 def test_a_file_may_have_any_name(name, tmp_path):
-    """Only what becomes a directory's name has to be plain."""
+    """Only a name that becomes a directory has to be plain."""
     assert PersistentCache(str(tmp_path / name)).path == str(tmp_path / name)
 
 
-def test_a_store_of_ones_own_is_used_as_it_is(tmp_path):
+def test_a_custom_store_is_used_itself(tmp_path):
     """Anything with the Store protocol."""
     store = DirectoryStore(tmp_path)
     assert PersistentCache("toy", store).store is store
@@ -151,7 +151,7 @@ def test_a_store_of_ones_own_is_used_as_it_is(tmp_path):
 
 
 def test_a_record_keeps_the_whole_tune(make_cache):
-    """Outcomes, environment, checksum, when and how long: all comes back."""
+    """Outcomes, environment, checksum, time and duration are read back."""
     kept = report(incumbent=GUESS, noise=0.02, margin=0.5, objective="forward+backward")
 
     async def scene():
@@ -182,8 +182,8 @@ def test_records_are_kept_apart_by_checksum_and_environment(make_cache):
     run(scene)
 
 
-def test_another_environments_record_counts_unless_exact_is_asked_for(make_cache):
-    """match_environment="any" prefers an exact one and takes the newest of the others; "exact" takes none."""
+def test_another_environments_record_counts_except_with_exact(make_cache):
+    """match_environment="any" prefers an exact record, and otherwise takes the newest; "exact" takes no other."""
 
     async def scene():
         cache = make_cache()
@@ -198,7 +198,7 @@ def test_another_environments_record_counts_unless_exact_is_asked_for(make_cache
 
 
 def test_the_loser_of_two_writers_adopts_and_names_the_conflict(make_cache, caplog):
-    """Another process's value is adopted quietly; this process's other value is warned of, once."""
+    """Adopting another process's config is silent; for a second config of this process there is one warning."""
     caplog.set_level(logging.DEBUG, "asel")
 
     async def scene():
@@ -237,7 +237,7 @@ class OldBlocks:
 
 
 def test_a_record_that_no_longer_fits_is_a_miss_that_names_the_field(make_cache):
-    """And the next tune takes its place, instead of adopting what it cannot read."""
+    """The next tune replaces it."""
     rejected = []
 
     async def scene():
@@ -254,8 +254,8 @@ def test_a_record_that_no_longer_fits_is_a_miss_that_names_the_field(make_cache)
     assert rejected[0].key == KEY
 
 
-def test_without_a_type_a_chain_knows_its_candidates_again(make_cache, real_backend):
-    """A kernel gets the config it declared, not the dict that was on disk."""
+def test_without_a_type_a_selector_gets_its_own_candidates(make_cache, real_backend):
+    """A kernel gets the config that it declared, not a dict."""
 
     async def scene():
         for tier in ("autotune", "persistent"):
@@ -267,7 +267,7 @@ def test_without_a_type_a_chain_knows_its_candidates_again(make_cache, real_back
     run(scene, backend=real_backend)
 
 
-def test_a_candidate_that_cannot_be_written_does_not_cost_the_winner(make_cache):
+def test_a_candidate_that_cannot_be_written_does_not_prevent_the_put(make_cache):
     """The record is stored without its report."""
     odd = Measured(object(), 1.0, (1.0,), 0.0)
 
@@ -280,7 +280,7 @@ def test_a_candidate_that_cannot_be_written_does_not_cost_the_winner(make_cache)
     run(scene)
 
 
-def test_the_chain_stores_and_the_next_process_finds(make_cache, real_backend):
+def test_the_next_process_finds_a_stored_tune(make_cache, real_backend):
     """The persistent tier over real files: one tune, then none."""
 
     async def scene():
@@ -299,7 +299,7 @@ def test_the_chain_stores_and_the_next_process_finds(make_cache, real_backend):
 
 
 def test_a_users_put_answers_for_any_checksum(make_cache):
-    """As in memory: it was put on purpose."""
+    """As in memory: a user's put is deliberate."""
 
     async def scene():
         bench = Bench(persistent=make_cache())
@@ -313,7 +313,7 @@ def test_a_users_put_answers_for_any_checksum(make_cache):
 
 
 def test_a_users_put_comes_before_another_environments_record(make_cache):
-    """Also where that was measured later: the user meant it for every environment."""
+    """Even if that is newer: the user meant it for every environment."""
 
     async def scene():
         cache = make_cache()
@@ -327,7 +327,7 @@ def test_a_users_put_comes_before_another_environments_record(make_cache):
 # Shipped with a program.
 
 
-def test_shipped_records_lie_beneath_local_ones_and_are_never_written(tmp_path):
+def test_shipped_records_yield_to_local_ones_and_are_never_written(tmp_path):
     """A wheel's tuned configs answer until there is something local; nothing touches them."""
     shipped = tmp_path / "wheel" / "configs.json"
     shipped.parent.mkdir()
@@ -352,7 +352,7 @@ def test_shipped_records_lie_beneath_local_ones_and_are_never_written(tmp_path):
 
 
 def test_an_exported_document_can_be_imported_anywhere(make_cache, tmp_path):
-    """Every store gives and takes the same document; doing it twice changes nothing."""
+    """Every store exports and imports the same document; importing twice changes nothing."""
 
     async def scene():
         cache = make_cache()
@@ -394,8 +394,8 @@ def test_many_records_are_moved_together(tmp_path, monkeypatch):
     assert len(written) == 2
 
 
-def test_a_move_that_fails_says_why(tmp_path):
-    """The store's own error, however many records were on their way."""
+def test_a_move_that_fails_raises_the_stores_error(tmp_path):
+    """One error, for any number of records in progress."""
     (tmp_path / "cache").write_text("in the way")
     facts = [record(i, checksum=f"{i}").to_facts() for i in range(5)]
 
@@ -406,8 +406,8 @@ def test_a_move_that_fails_says_why(tmp_path):
     run(scene)
 
 
-def test_a_report_beyond_all_bounds_does_not_cost_the_winner(make_cache):
-    """A compiler's error may be megabytes long; what was found is stored without it."""
+def test_a_record_with_a_huge_report_is_stored_without_it(make_cache):
+    """A compiler's error may have megabytes."""
 
     async def scene():
         cache = make_cache()
@@ -418,7 +418,7 @@ def test_a_report_beyond_all_bounds_does_not_cost_the_winner(make_cache):
     run(scene)
 
 
-def test_an_import_says_what_it_could_not_take_and_why(make_cache):
+def test_an_import_lists_rejected_records_with_reasons(make_cache):
     """Records that do not fit the config type, and lines that are not records."""
 
     async def scene():
@@ -460,7 +460,7 @@ def test_many_tasks_share_one_cache(make_cache, real_backend):
 
 
 def test_a_record_has_its_writer_and_its_time(make_cache):
-    """For a person with a cache and a question."""
+    """For people who examine a cache."""
 
     async def scene():
         cache = make_cache()
@@ -473,8 +473,8 @@ def test_a_record_has_its_writer_and_its_time(make_cache):
     run(scene)
 
 
-def test_a_cache_is_entered_and_left_without_harm(make_cache):
-    """`async with` keeps connections where a store has some."""
+def test_a_cache_without_connections_is_an_async_context_manager(make_cache):
+    """`async with` keeps the connections of stores that have them."""
 
     async def scene():
         async with make_cache() as cache, cache:

@@ -1,4 +1,4 @@
-"""What importing asel costs, and where: file stores need POSIX, everything else does not."""
+"""Importing asel: what it loads, and that it works without POSIX."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_asel_and_its_stores_can_be_imported_without_posix_modules():
     ],
     ids=["directory", "document", "location", "cache"],
 )
-def test_opening_a_file_store_elsewhere_says_what_to_use_instead(monkeypatch, tmp_path, make):
-    """A file store relies on POSIX locks and links; without them it is refused at once, with the way out."""
+def test_a_file_store_is_refused_without_posix(monkeypatch, tmp_path, make):
+    """File stores need POSIX locks and links; the message has the alternatives."""
     monkeypatch.setattr(file_ops, "IS_POSIX", False)
     with pytest.raises(InvalidRequestError, match=r"needs a POSIX platform.*Redis"):
         make(tmp_path)
 
 
-def test_file_stores_are_imported_when_they_are_asked_for():
-    """The names that load lazily are part of the module as any others, and a misspelt one is an AttributeError."""
+def test_file_stores_are_imported_on_first_use():
+    """Lazy names are listed like any others, and a misspelt name is an AttributeError."""
     found = run(
         "import asel.stores as stores; assert 'DirectoryStore' not in vars(stores)\n"
         "from asel.stores import DirectoryStore; print(DirectoryStore.__name__, hasattr(stores, 'NoStore'))"

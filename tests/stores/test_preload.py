@@ -32,7 +32,7 @@ class Listed(Place):
 
 
 async def loaded(place, take=lambda batch: True, device="dev"):
-    """Return what was handed over, and the store's events."""
+    """Return the summaries that were loaded, and the store's events."""
     taken = []
     bench = bench_over(place, store_timeout_s=5.0, preload=False)
     async with bench.chain as chain:
@@ -41,18 +41,18 @@ async def loaded(place, take=lambda batch: True, device="dev"):
     return taken, [event.name for event in bench.sink.events if event.name.startswith("store_")]
 
 
-async def test_preload_hands_over_every_record_of_a_device():
+async def test_preload_gives_every_record_of_a_device():
     """A batch at a time, as they are read."""
     assert await loaded(Listed()) == (SUMMARIES, [])
 
 
 async def test_preload_ends_when_memory_is_full():
-    """What does not fit is read on demand."""
+    """Further records are read on demand."""
     assert await loaded(Listed(), lambda batch: False) == (SUMMARIES[:2], [])
 
 
-async def test_a_preload_keeps_what_a_slow_store_gave_in_time():
-    """Opening takes `store_timeout_s` at most; a store that answers has not failed."""
+async def test_a_preload_keeps_records_that_arrived_in_time():
+    """It ends after `store_timeout_s`; a slow store does not count as failed."""
     place = Listed()
     place.pause_s = 2.0
     start = anyio.current_time()
@@ -69,7 +69,7 @@ async def test_a_store_that_cannot_be_listed_is_reported(failing):
 
 
 async def test_a_preloaded_config_that_failed_in_a_real_call_is_not_used():
-    """As one that is read on demand."""
+    """The same as for a record that is read on demand."""
     bench = bench_over(Listed())
     query = StoreQuery(SUMMARIES[0].key, "c", {})
     async with bench.chain as chain:

@@ -1,4 +1,4 @@
-"""What `PersistentCache.prune` deletes, and what it refuses to."""
+"""`PersistentCache.prune`: the records that it deletes, and the conditions that it refuses."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def report(cfg, checksum="c", environment=HERE):
         ({"older_than": 3600, "predicate": lambda record: record.cfg["m"] == 3}, {1, 2, 3}),
     ],
 )
-def test_prune_deletes_what_is_named_and_nothing_else(cache, condition, left):
-    """By age, environment and predicate, all of which must hold; a user's own put has no environment."""
+def test_prune_deletes_only_records_that_meet_all_conditions(cache, condition, left):
+    """By age, environment and predicate; a user's put has no environment."""
 
     async def scene():
         await cache.keep(report(Blocks(1)), replace=False)
@@ -53,9 +53,9 @@ def test_prune_deletes_what_is_named_and_nothing_else(cache, condition, left):
     anyio.run(scene)
 
 
-def test_prune_wants_to_know_what(cache):
+def test_prune_without_a_condition_is_refused(cache):
     """An empty condition deletes nothing."""
-    with pytest.raises(InvalidRequestError, match="say what"):
+    with pytest.raises(InvalidRequestError, match="give a condition"):
         anyio.run(cache.prune)
 
 
@@ -71,8 +71,8 @@ async def kept_in(cache):
     return {record.cfg["m"] async for record in cache.records()}
 
 
-def test_prune_keeps_what_matches_the_named_part_of_an_environment(cache):
-    """A record matches if it agrees with every name that is given, whatever else it was made with."""
+def test_prune_keeps_records_that_match_the_given_versions(cache):
+    """Versions that are not given may differ."""
 
     async def scene():
         await with_environments(cache, MADE_WITH, MADE_WITH | {"jaxlib": "0.7.1"}, MADE_WITH | {"jax": "0.7.1"})
@@ -119,7 +119,7 @@ async def awaited(record):
 )
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_mistyped_condition_prunes_nothing(cache, condition, said, dry_run):
-    """An unknown name, and a version that neither a record nor this process has, are refused before anything goes."""
+    """An unknown name, or a version that neither a record nor this process has, is refused before any deletion."""
 
     async def scene():
         await with_environments(cache, MADE_WITH, MADE_WITH)
@@ -130,8 +130,8 @@ def test_a_mistyped_condition_prunes_nothing(cache, condition, said, dry_run):
     anyio.run(scene)
 
 
-def test_versions_that_never_came_together_prune_nothing(cache):
-    """Each of them was there once, and a record with both was not: it would be everything that goes."""
+def test_a_combination_of_versions_without_a_record_prunes_nothing(cache):
+    """Each version exists, but no record has both, so every record would be deleted."""
 
     async def scene():
         await with_environments(cache, MADE_WITH, MADE_WITH | {"jax": "0.7.3", "jaxlib": "0.7.3"})
@@ -143,7 +143,7 @@ def test_versions_that_never_came_together_prune_nothing(cache):
 
 
 def test_prune_by_the_environment_of_this_process_may_delete_everything_else(cache):
-    """After an upgrade no record matches it yet, and all that were measured before are out of date."""
+    """After an upgrade no record matches this process, and all earlier measurements are out of date."""
 
     async def scene():
         await with_environments(cache, MADE_WITH, MADE_WITH)

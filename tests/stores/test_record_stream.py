@@ -1,4 +1,4 @@
-"""Documents that somebody reformatted: read a record at a time, and damage costs no other record."""
+"""Reformatted documents: read one record at a time, and damage costs no other record."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def read(document: bytes) -> tuple[list[Record], list[str]]:
     ],
     ids=["indented", "blank lines", "one line", "blanks"],
 )
-def test_records_are_the_same_however_they_are_spelt(monkeypatch, spelling, piece_bytes):
-    """Also if the file is read in pieces that end in the middle of a name or a character."""
+def test_reformatted_records_are_read_correctly(monkeypatch, spelling, piece_bytes):
+    """Also if the file is read in pieces that end within a name or a character."""
     monkeypatch.setattr(record_stream, "_PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(document_format, "_MAX_HEADER_BYTES", 60)
     assert read(json.dumps(FACTS, **spelling).encode()) == (RECORDS, [])
@@ -68,15 +68,15 @@ def test_other_entries_of_a_document_do_not_matter(facts):
 
 
 def test_a_flipped_bit_in_a_reformatted_document_costs_one_record():
-    """The other two are as they were, wherever the bit is; none is read wrongly."""
+    """The other two are unchanged, and no record is read wrongly."""
     for flipped in flips(json.dumps(FACTS, indent=1).encode()):
         found, others = read(flipped)
         assert all(one in RECORDS for one in found)
         assert len(found) == 3 or (len(found) == 2 and others), flipped
 
 
-def test_documents_that_were_joined_keep_all_records():
-    """The reader reports whatever follows the first document, and takes its records."""
+def test_joined_documents_keep_all_records():
+    """The text after the first document is reported, and its records are read."""
     second = [replace(one, checksum=f"more {number}") for number, one in enumerate(RECORDS)]
     facts = {"asel": SCHEMA, "records": [one.to_facts() for one in second]}
     found, rejected = read(b"\n".join(json.dumps(one, indent=1).encode() for one in (FACTS, facts)))
@@ -84,8 +84,8 @@ def test_documents_that_were_joined_keep_all_records():
     assert len(rejected) == 1
 
 
-def test_a_reformatted_document_that_was_cut_off_keeps_its_whole_records():
-    """Wherever it is cut off: whole records are read, and the missing end is reported."""
+def test_a_truncated_document_keeps_its_whole_records():
+    """The missing end is reported."""
     document = json.dumps(FACTS, indent=1).encode()
     for end in range(document.index(b"[") + 1, len(document)):
         found, rejected = read(document[:end])
@@ -94,8 +94,8 @@ def test_a_reformatted_document_that_was_cut_off_keeps_its_whole_records():
     assert len(found) == 3
 
 
-def test_a_record_without_end_takes_no_more_memory_than_a_record_may(monkeypatch):
-    """It is given up within bounds, and the next one is found."""
+def test_a_record_without_an_end_is_given_up_within_bounds(monkeypatch):
+    """The next record is found."""
     monkeypatch.setattr(record_stream, "_MAX_AHEAD", 10_000)
     monkeypatch.setattr(record_stream, "_PIECE_BYTES", 100)
     text, longest = json.dumps(FACTS, indent=1).replace('"c0"', '"' + "x" * 100_000, 1), 0
@@ -109,7 +109,7 @@ def test_a_record_without_end_takes_no_more_memory_than_a_record_may(monkeypatch
 
 
 def test_a_reformatted_document_is_imported_with_few_objects_in_memory(tmp_path):
-    """Thousands of parsed records at once would have the garbage collector stop every thread."""
+    """With thousands of parsed records, the garbage collector would stop every thread."""
     tracked = []
 
     def load(value):
@@ -131,7 +131,7 @@ def test_a_reformatted_document_is_imported_with_few_objects_in_memory(tmp_path)
 
 
 def test_a_reformatted_document_may_come_through_a_pipe(tmp_path):
-    """As `asel cache import /dev/stdin` has it: nothing is read twice."""
+    """As in `asel cache import /dev/stdin`: no part is read twice."""
     reader, writer = os.pipe()
     document = json.dumps({"note": 1, **FACTS}, indent=1).encode()
 

@@ -1,4 +1,4 @@
-"""Records: what is read is checked before it is believed."""
+"""Records: every input is checked before it is used."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ records = st.builds(
 
 
 @given(records)
-def test_records_come_back_equal(kept):
-    """Whatever is in them."""
+def test_records_are_read_back_equal(kept):
+    """With any contents."""
     assert Record.from_json(kept.to_json()) == kept
 
 
 def test_hashing_keeps_the_gil(monkeypatch):
-    """A thread that releases it for microseconds, again and again, starves the event loop."""
+    """A thread that repeatedly releases the GIL for microseconds starves the event loop."""
     sizes, sha256 = [], hashlib.sha256
 
     class Watched:
@@ -70,7 +70,7 @@ def test_hashing_keeps_the_gil(monkeypatch):
 
 @given(records)
 def test_a_record_is_one_line(kept):
-    """So that a document has a record a line."""
+    """A document has one record on each line."""
     assert len(kept.to_json().splitlines()) == 1
     assert kept.to_json().isascii()
 
@@ -79,8 +79,8 @@ def test_a_record_is_one_line(kept):
 @example(b"[" * 100_000)
 @example(b'{"asel":' + b"9" * 5000)
 @example("\ud800")
-def test_nothing_read_does_worse_than_be_refused(anything):
-    """No input crashes the reader."""
+def test_no_input_crashes_the_reader(anything):
+    """Invalid input raises RecordError."""
     with pytest.raises(RecordError):
         Record.from_json(anything)
 
@@ -88,7 +88,7 @@ def test_nothing_read_does_worse_than_be_refused(anything):
 @given(st.data())
 @settings(suppress_health_check=list(HealthCheck))
 def test_a_damaged_record_is_refused_or_still_a_record(data):
-    """One byte changed, removed or added: either it is refused, or what is read can be written again."""
+    """After one byte is changed, removed or added, a record is refused or can be written again."""
     spelt = bytearray(record({"m": [1, 2.5, "x"]}).to_json().encode())
     where = data.draw(st.integers(0, len(spelt) - 1))
     with_byte = data.draw(st.integers(0, 255))
@@ -109,7 +109,7 @@ def test_a_damaged_record_is_refused_or_still_a_record(data):
 @given(values, values, values)
 @settings(max_examples=50, deadline=None)
 def test_any_record_is_an_answer_or_a_miss(tmp_path_factory, cfg, report, outcomes):
-    """A well-formed record with nonsense for a report is an answer without one."""
+    """A valid record with an invalid report is an answer without a report."""
     from support.kernels import Blocks
 
     report = {"outcomes": outcomes, "x": report} if not isinstance(report, dict) else report | {"outcomes": outcomes}
@@ -133,13 +133,13 @@ def test_any_record_is_an_answer_or_a_miss(tmp_path_factory, cfg, report, outcom
     ids=lambda cfg: str(type(cfg)),
 )
 def test_a_value_without_a_json_form_is_refused_on_writing(cfg):
-    """Not when it is read, by somebody else."""
+    """Not later, when another process reads it."""
     with pytest.raises(InvalidRequestError, match="cannot be stored"):
         record(cfg).to_json()
 
 
-def test_a_record_has_a_size_and_a_depth():
-    """Both are bounded, when written as when read."""
+def test_a_record_has_a_maximum_size_and_depth():
+    """For writing and for reading."""
     deep: list = []
     for _ in range(100):
         deep = [deep]
@@ -148,7 +148,7 @@ def test_a_record_has_a_size_and_a_depth():
             record(cfg).to_json()
 
 
-def test_addresses_do_not_collide_if_their_fields_concatenate_alike():
+def test_addresses_whose_joined_fields_are_equal_do_not_collide():
     """("a|b", "c") and ("a", "b|c") are two keys, and so on for every field."""
     addresses = [
         Address(CacheKey("a|b", "c", "d")),
@@ -160,22 +160,22 @@ def test_addresses_do_not_collide_if_their_fields_concatenate_alike():
     assert len({address.digest for address in addresses}) == len(addresses)
 
 
-def test_environments_are_named_by_all_they_say():
-    """In whatever order it is said; an empty one has no name."""
+def test_the_digest_of_an_environment_covers_all_entries():
+    """In any order; an empty environment has no digest."""
     assert environment_digest({"a": "1", "b": "2"}) == environment_digest({"b": "2", "a": "1"})
     assert environment_digest({"a": "1", "b": "2"}) != environment_digest({"a": "1b", "": "2"})
     assert environment_digest({}) == ""
 
 
 def test_digests_are_the_same_in_every_version():
-    """A store outlives the program: these very names are on disks."""
+    """Stores outlive programs, and these names are on disks."""
     address = Address(CacheKey("dev", "op@v1", "call"), "sum", environment_digest({"jax": "1"}))
     assert address.digest == "1b9fb77c5f2f12b79343d5cd6cf0d168.28a9b852cc7938ca.61f47fafcfc94376"
     assert json.loads(record().to_json())["asel"] == 2
 
 
 def test_a_large_value_is_freed_piece_by_piece():
-    """Its lists and dicts are emptied one by one, in Python: other threads run in between."""
+    """Its lists and dicts are emptied one by one, so that other threads can run in between."""
     outcomes = [{"cfg": {"m": 64}, "samples_s": [1.0]} for _ in range(3)]
     value = {"report": {"outcomes": outcomes}}
     strict_json.discard(value)

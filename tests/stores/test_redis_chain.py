@@ -1,4 +1,4 @@
-"""A chain over a real Redis, which is slow, refuses, restarts or is gone: in real time, on both backends."""
+"""A selector over a real Redis that is slow, refuses, restarts or is gone: in real time, on both backends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def names(bench) -> list[str]:
     return [name for name in bench.sink.names if name in ("store_error", "store_recovered")]
 
 
-def test_the_next_process_finds_what_was_tuned(server, real_backend):
+def test_the_next_process_finds_a_tune_in_redis(server, real_backend):
     """The persistent tier over Redis."""
 
     async def scene():
@@ -46,8 +46,8 @@ def test_the_next_process_finds_what_was_tuned(server, real_backend):
     anyio.run(scene, backend=real_backend)
 
 
-def test_a_redis_that_dies_and_comes_back_costs_one_event_each(server, real_backend):
-    """Every call is answered meanwhile; what was found is stored when it is back, and the chain never noticed."""
+def test_an_outage_of_redis_and_its_end_are_one_event_each(server, real_backend):
+    """Every call is answered meanwhile, and results are stored when Redis is back."""
 
     async def scene():
         bench = bench_over(server.url("timeout_s=0.3"))
@@ -73,7 +73,7 @@ def test_a_redis_that_dies_and_comes_back_costs_one_event_each(server, real_back
 
 
 def test_a_redis_that_stops_answering_costs_its_timeout_once(server, real_backend):
-    """Twenty cold keys: one of them waits."""
+    """Of twenty cold keys, one waits."""
 
     async def scene():
         bench = bench_over(server.url("timeout_s=0.5"), allow={"cache_miss_fallback": "heuristics"})
@@ -87,8 +87,8 @@ def test_a_redis_that_stops_answering_costs_its_timeout_once(server, real_backen
 
 
 @pytest.mark.parametrize("kind", ["refusing", "black hole", "wrong password"])
-def test_a_redis_that_was_never_there_does_not_keep_a_chain_from_opening(kind, real_backend):
-    """It opens, answers, closes in time, and reveals no secret."""
+def test_an_unreachable_redis_does_not_keep_a_selector_from_opening(kind, real_backend):
+    """It opens, answers and closes in time, and reveals no secret."""
 
     async def scene(port):
         url = f"redis://user:s3cret@127.0.0.1:{port}/0?timeout_s=0.3"
@@ -111,7 +111,7 @@ def test_a_redis_that_was_never_there_does_not_keep_a_chain_from_opening(kind, r
 
 
 def test_two_chains_share_one_cache_object(server, real_backend):
-    """Each opens and closes it for itself."""
+    """Each opens and closes it separately."""
 
     async def scene():
         shared = PersistentCache("toy", server.url(), cfg_type=Blocks)
@@ -131,7 +131,7 @@ def test_two_chains_share_one_cache_object(server, real_backend):
 
 
 def test_moving_caches_works_in_redis_as_in_files(server, tmp_path):
-    """Out of one, into the other, and away with what is old."""
+    """Export, import and prune."""
 
     async def scene():
         here = PersistentCache("toy", server.url(), cfg_type=Blocks)
@@ -148,8 +148,8 @@ def test_moving_caches_works_in_redis_as_in_files(server, tmp_path):
     anyio.run(scene)
 
 
-def test_two_that_tuned_during_a_partition_end_with_one_config(server, real_backend):
-    """Each had its own winner; when Redis is back, all adopt the one stored first."""
+def test_processes_that_tuned_during_a_partition_agree_afterwards(server, real_backend):
+    """When Redis is back, all adopt the config that was stored first."""
 
     async def scene():
         url = server.url("timeout_s=0.3")

@@ -27,8 +27,8 @@ from asel.stores.redis.scripts import ACQUIRE
 from asel.stores.redis.store import RedisStore
 
 
-def test_a_lost_lease_cannot_replace(server, real_backend):
-    """A paused holder that comes back late puts nothing over what others stored meanwhile."""
+def test_a_holder_without_its_lease_replaces_nothing(server, real_backend):
+    """A paused holder does not overwrite newer records of others."""
 
     async def main() -> None:
         store, other = RedisStore(server.url()), RedisStore(server.url())
@@ -49,7 +49,7 @@ def test_a_lost_lease_cannot_replace(server, real_backend):
 
 
 def test_leaving_a_lost_claim_does_not_end_anothers(server, real_backend):
-    """A lease is given back only by the token that took it."""
+    """A lease is released only with the token that took it."""
 
     async def main() -> None:
         store = RedisStore(server.url())
@@ -62,8 +62,8 @@ def test_leaving_a_lost_claim_does_not_end_anothers(server, real_backend):
 
 
 @both_ways
-def test_a_heartbeat_keeps_the_lease(server, real_backend, is_open):
-    """A claim lasts as long as its block, however short the lease."""
+def test_renewals_keep_the_lease(server, real_backend, is_open):
+    """A claim lasts as long as its block, even with a short lease."""
 
     async def main() -> None:
         store = RedisStore(server.url(), lease_s=0.3, renew_s=0.03)
@@ -80,7 +80,7 @@ def test_a_heartbeat_keeps_the_lease(server, real_backend, is_open):
 
 @both_ways
 def test_a_lost_lease_shows_in_its_claim(server, real_backend, is_open):
-    """`held` turns False when renewal finds another's token."""
+    """`held` becomes False when a renewal finds another token."""
 
     async def main() -> None:
         store = RedisStore(server.url(), lease_s=5, renew_s=0.02)
@@ -93,8 +93,8 @@ def test_a_lost_lease_shows_in_its_claim(server, real_backend, is_open):
     anyio.run(main, backend=real_backend)
 
 
-def test_a_claim_is_lost_when_redis_is_gone_for_its_length(real_backend):
-    """Unreachable past the lease's end: another may hold it by now, so one no longer does; leaving is prompt."""
+def test_a_claim_is_lost_if_redis_is_gone_for_longer_than_the_lease(real_backend):
+    """Another process may hold it by then. Leaving the block is prompt."""
 
     async def main() -> None:
         slow = RedisStore(server.url("timeout_s=1.2"), lease_s=0.5, renew_s=0.1)
@@ -124,8 +124,8 @@ def test_a_claim_is_lost_when_redis_is_gone_for_its_length(real_backend):
         anyio.run(main, backend=real_backend)
 
 
-def test_a_lease_whose_answer_was_lost_is_given_back(server, real_backend, monkeypatch):
-    """A caller that never learned that it won does not keep others waiting for the lease to end."""
+def test_a_lease_whose_answer_was_lost_is_released(server, real_backend, monkeypatch):
+    """Otherwise others would wait for the lease to end."""
     run = Turn.run
 
     async def deaf(self, script, *args, **options):
@@ -147,7 +147,7 @@ def test_a_lease_whose_answer_was_lost_is_given_back(server, real_backend, monke
 
 @both_ways
 def test_a_holder_takes_its_lease_again_after_a_restart(real_backend, is_open):
-    """Redis lost the lease; its holder takes it again if it is free, but no longer replaces records with it."""
+    """The lease keeps others from tuning, but no longer allows replacing records."""
 
     async def main() -> None:
         store, other = RedisStore(server.url(), lease_s=10, renew_s=0.05), RedisStore(server.url())
@@ -169,8 +169,8 @@ def test_a_holder_takes_its_lease_again_after_a_restart(real_backend, is_open):
         anyio.run(main, backend=real_backend)
 
 
-def test_waiters_are_woken_not_polling(server, real_backend, pausing):
-    """While one waits, Redis is asked nothing; when the record is published, the wait is over at once."""
+def test_waiters_are_woken_and_do_not_poll(server, real_backend, pausing):
+    """A published record ends the wait immediately."""
 
     async def main() -> None:
         store, other = RedisStore(server.url(), lease_s=60, renew_s=50), RedisStore(server.url())
@@ -199,8 +199,8 @@ def test_waiters_are_woken_not_polling(server, real_backend, pausing):
     anyio.run(main, backend=real_backend)
 
 
-def test_no_wake_up_falls_between_asking_and_waiting(server, real_backend, pausing, monkeypatch):
-    """What is published after the waiter asked and before it pauses still wakes it."""
+def test_no_wake_up_is_lost_between_request_and_wait(server, real_backend, pausing, monkeypatch):
+    """A message that is published before the waiter pauses still wakes it."""
     look = RedisStore._get
 
     async def main() -> None:
@@ -237,7 +237,7 @@ anyio.run(main, backend=sys.argv[2])
 
 
 def test_a_killed_holder_is_replaced_when_its_lease_ends(server, real_backend):
-    """`kill -9` publishes nothing; the waiter comes by itself when the lease is over, and not before."""
+    """`kill -9` publishes nothing; the waiter tries again when the lease has ended, and not before."""
     command = [sys.executable, "-c", HOLDER, server.url(), real_backend]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS)
 

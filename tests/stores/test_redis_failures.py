@@ -24,7 +24,7 @@ from asel.stores.redis.store import RedisStore
 
 @both_ways
 def test_a_stopped_redis_fails_in_time_and_works_again(server, real_backend, is_open):
-    """Slow is an error within `timeout_s`, and over as soon as Redis answers again."""
+    """Operations fail within `timeout_s`, until Redis answers again."""
 
     async def main() -> None:
         store = RedisStore(server.url("timeout_s=0.3"))
@@ -41,8 +41,8 @@ def test_a_stopped_redis_fails_in_time_and_works_again(server, real_backend, is_
 
 
 @both_ways
-def test_a_redis_that_is_gone_and_comes_back(real_backend, is_open):
-    """Refused connections fail at once; a restarted Redis, which knows no scripts, is used again by itself."""
+def test_a_restarted_redis_is_used_again(real_backend, is_open):
+    """Refused connections fail immediately, and missing scripts are loaded again."""
 
     async def main() -> None:
         store = RedisStore(server.url("timeout_s=1"))
@@ -73,8 +73,8 @@ def test_a_redis_that_is_gone_and_comes_back(real_backend, is_open):
 
 
 @both_ways
-def test_a_black_hole(real_backend, is_open, caplog):
-    """Something that never answers costs `timeout_s`, also where it takes any number of connections."""
+def test_a_server_that_never_answers_costs_timeout_s(real_backend, is_open, caplog):
+    """Even if it accepts any number of connections."""
 
     async def main(port: int) -> None:
         store = RedisStore(f"redis://127.0.0.1:{port}?timeout_s=0.2")
@@ -87,8 +87,8 @@ def test_a_black_hole(real_backend, is_open, caplog):
     assert not caplog.records
 
 
-def test_silence_behind_a_tls_url_is_asked_about_tls(server, real_backend):
-    """A Redis without TLS waits for the rest of what it takes for a long command."""
+def test_a_timeout_with_tls_mentions_tls(server, real_backend):
+    """A Redis without TLS waits for the rest of a long command."""
 
     async def main() -> None:
         store = RedisStore(server.url("timeout_s=0.2").replace("redis://", "rediss://"))
@@ -98,8 +98,8 @@ def test_silence_behind_a_tls_url_is_asked_about_tls(server, real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_a_connection_that_fell_silent_is_given_up(server, real_backend):
-    """Nothing may say that a connection is lost; after one late answer the next operation makes another."""
+def test_a_silent_connection_is_replaced(server, real_backend):
+    """A connection may be lost without a notice; after one timeout the next operation opens a new one."""
 
     async def main(port: int) -> None:
         async with RedisStore(f"redis://127.0.0.1:{port}?timeout_s=1.5") as store:
@@ -114,8 +114,8 @@ def test_a_connection_that_fell_silent_is_given_up(server, real_backend):
         anyio.run(main, port, backend=real_backend)
 
 
-def test_a_waiter_hears_that_redis_is_gone(real_backend, pausing):
-    """A wait does not outlive the connection it listens on: it is an error, or goes on with the next Redis."""
+def test_a_waiter_notices_that_redis_is_gone(real_backend, pausing):
+    """The wait fails, or continues with the restarted Redis."""
 
     async def main() -> None:
         store, other = RedisStore(server.url("timeout_s=1")), RedisStore(server.url("timeout_s=1"))
@@ -135,8 +135,8 @@ def test_a_waiter_hears_that_redis_is_gone(real_backend, pausing):
         anyio.run(main, backend=real_backend)
 
 
-def test_a_store_stays_usable_wherever_a_caller_is_cancelled(server, real_backend):
-    """However far an operation came, cancelling it harms neither the store nor those beside it."""
+def test_a_store_stays_usable_after_a_cancellation_at_any_point(server, real_backend):
+    """Cancelling an operation harms neither the store nor other operations."""
 
     async def claim(store: RedisStore, wait_s: float) -> None:
         async with store.claim(ADDRESS, wait_s=wait_s):
@@ -162,8 +162,8 @@ def test_a_store_stays_usable_wherever_a_caller_is_cancelled(server, real_backen
     anyio.run(main, backend=real_backend)
 
 
-def test_a_store_belongs_to_no_event_loop(server):
-    """One object serves one loop after another, of either backend, open or not."""
+def test_one_store_works_in_several_event_loops(server):
+    """One after another, of either backend, open or not."""
     store = RedisStore(server.url())
 
     async def main() -> None:
@@ -194,7 +194,7 @@ def test_an_open_store_has_one_connection(server, real_backend):
 
 
 def test_two_blocks_of_one_store_end_in_any_order(server, real_backend):
-    """Two chains may have one store open: the first to leave takes nothing from the other."""
+    """The first selector that leaves does not close the connection of the other."""
 
     async def main() -> None:
         store, first_in, first_out = RedisStore(server.url()), anyio.Event(), anyio.Event()

@@ -1,4 +1,4 @@
-"""A Redis that is asked for much at once, answers late, or hangs up: in real time, on both backends."""
+"""A Redis with many concurrent requests, late answers or lost connections: in real time, on both backends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scripts_run(server: RedisServer) -> int:
     indirect=["real_backend"],
 )
 def test_thousands_of_concurrent_gets_do_not_time_out(server, real_backend, is_open):
-    """Together they take longer than `timeout_s`, but Redis answers each at once; they share one connection."""
+    """Redis answers each immediately, though together they take longer than `timeout_s`; they share one connection."""
 
     async def main() -> None:
         store = RedisStore(server.url("timeout_s=0.8"))
@@ -55,7 +55,7 @@ def test_thousands_of_concurrent_gets_do_not_time_out(server, real_backend, is_o
 
 @pytest.mark.parametrize(("ends_by", "count"), [("a record", 3_000), ("a failure", 1_000)])
 def test_thousands_of_waiters_for_one_claim_send_a_few_requests(real_backend, ends_by, count):
-    """The first in the queue asks for all of them, and they share the record or the failure."""
+    """The first in the queue sends requests for all, who share the record or the failure."""
 
     async def main() -> None:
         heard = []
@@ -85,9 +85,9 @@ def test_thousands_of_waiters_for_one_claim_send_a_few_requests(real_backend, en
             assert "cannot be reached" in heard[0]
 
     async def one_queue(store: RedisStore):
-        [kept] = store._kept.values()
-        await until(lambda: kept.link.queues)
-        [queue] = kept.link.queues.values()
+        [shared] = store._links.values()
+        await until(lambda: shared.link.queues)
+        [queue] = shared.link.queues.values()
         return queue
 
     with RedisServer() as server:
@@ -129,15 +129,15 @@ def test_waiters_of_one_process_get_the_claim_in_order(server, real_backend, mon
                     tasks.start_soon(hold, number)
                 await until(lambda: pausing)
             assert [number for number in order if number in came] == came
-            [kept] = store._kept.values()
-            assert not kept.link.queues
+            [shared] = store._links.values()
+            assert not shared.link.queues
 
     monkeypatch.setattr(Lease, "pause", noted)
     anyio.run(main, backend=real_backend)
 
 
 def test_queued_operations_fail_with_the_one_that_timed_out(server, real_backend):
-    """A stopped Redis costs a crowd one timeout, not one for each batch."""
+    """A stopped Redis costs many callers one timeout, not one for each batch."""
 
     async def main() -> None:
         failed = []
@@ -180,7 +180,7 @@ def test_a_blocked_event_loop_does_not_time_out(server, real_backend):
 
 
 def test_timeout_s_limits_a_whole_operation(server, real_backend):
-    """Two requests that are each in time are late together."""
+    """Two requests that are each fast enough may exceed it together."""
 
     async def main(port: int) -> None:
         async with RedisStore(f"redis://127.0.0.1:{port}?timeout_s=1") as store:
@@ -210,7 +210,7 @@ def test_a_connection_lost_during_the_greeting_is_reported_as_such(real_backend)
 
 
 def test_an_unintelligible_greeting_asks_whether_it_is_a_redis(real_backend):
-    """That is not a lost connection."""
+    """It is distinguished from a lost connection."""
 
     async def main(port: int) -> None:
         with pytest.raises(StoreError, match="did not answer as a Redis of version 6 or later does"):

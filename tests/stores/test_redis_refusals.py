@@ -1,4 +1,4 @@
-"""What Redis refuses, with the advice that the error gives; passwords, users and TLS."""
+"""Refusals of Redis, and the advice in the errors; passwords, users and TLS."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from asel.errors import StoreError
 from asel.stores.redis.store import RedisStore
 
 
-def test_a_full_redis_says_what_to_do(real_backend):
-    """Writes are refused with advice, and reads go on."""
+def test_the_error_of_a_full_redis_has_advice(real_backend):
+    """Writes are refused, and reads still work."""
 
     async def main() -> None:
         store = RedisStore(server.url())
@@ -44,7 +44,7 @@ def test_a_full_redis_says_what_to_do(real_backend):
         anyio.run(main, backend=real_backend)
 
 
-def test_a_read_only_redis_says_what_to_do(real_backend):
+def test_the_error_of_a_read_only_redis_has_advice(real_backend):
     """A replica is read, and a bad value on it is reported once though it cannot be set aside."""
 
     async def main() -> None:
@@ -65,8 +65,8 @@ def test_a_read_only_redis_says_what_to_do(real_backend):
         anyio.run(main, backend=real_backend)
 
 
-def test_passwords(real_backend, caplog):
-    """The right one works; a wrong or missing one is an error that says so, and none is ever shown."""
+def test_a_wrong_password_is_an_error_that_does_not_show_it(real_backend, caplog):
+    """The right one works; a missing one is an error, too."""
     caplog.set_level(logging.DEBUG)
 
     async def main() -> None:
@@ -94,8 +94,8 @@ def test_passwords(real_backend, caplog):
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-def test_users(real_backend):
-    """A user who may do no more than asel needs can do all of it; one who may do less gets an explanation."""
+def test_a_user_with_too_few_rights_gets_an_explanation(real_backend):
+    """A user with exactly the documented rights can do everything."""
 
     async def main() -> None:
         with server.client() as client:
@@ -126,7 +126,7 @@ def test_users(real_backend):
 
 
 def test_an_error_that_repeats_the_password_is_not_shown(real_backend, caplog):
-    """An old Redis answers HELLO by saying all that it was sent; a stranger may say anything."""
+    """An old Redis repeats the HELLO command in its error, and other servers may answer anything."""
     caplog.set_level(logging.DEBUG)
     answers = [
         b"-ERR unknown command `HELLO`, with args beginning with: `3`, `AUTH`, `default`, `"
@@ -149,8 +149,8 @@ def test_an_error_that_repeats_the_password_is_not_shown(real_backend, caplog):
     assert "hunter2" not in caplog.text
 
 
-def test_tls(server, real_backend, tmp_path):
-    """`rediss://` checks certificate and host; an authority, or a certificate of one's own, is given by the URL."""
+def test_tls_checks_certificate_and_host(server, real_backend, tmp_path):
+    """The URL may have an authority or a client certificate."""
     authority = trustme.CA()
     mine, theirs = authority.issue_cert("127.0.0.1"), authority.issue_cert("asel@example.org")
     paths = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key")}

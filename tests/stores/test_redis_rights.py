@@ -1,4 +1,4 @@
-"""Redis users with few rights: which ones asel needs, and how it works without channels."""
+"""Redis users with few rights: the rights that asel needs, and how it works without channels."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def documented_rights(server: RedisServer) -> list[str]:
 
 
 def test_the_documented_rights_are_enough(server, real_backend, caplog):
-    """What the error message says to grant works as it is written, for every law of a store."""
+    """The rights in the error message pass the contract suite."""
 
     async def main() -> None:
         url = allow(server, *await documented_rights(server))

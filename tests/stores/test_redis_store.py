@@ -1,4 +1,4 @@
-"""Records in Redis, on a real redis-server: the laws of every store, and what lies beside records."""
+"""Records in Redis, on a real redis-server: the contract of stores, and bad values, expiry and key names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_contract_while_open(law, server, real_backend):
     ids=["garbage", "empty", "no object", "no digest", "another address", "too large", "not a string"],
 )
 def test_an_invalid_record_is_a_miss_reported_once_and_set_aside(server, real_backend, value, reason):
-    """A bad value costs neither its neighbours nor those who come after, and is kept for people to look at."""
+    """A bad value affects no other record, and is kept for people to examine."""
 
     def plant(client) -> None:
         client.rpush(NAME, *value) if isinstance(value, list) else client.set(NAME, value)
@@ -89,7 +89,7 @@ def test_an_invalid_record_is_a_miss_reported_once_and_set_aside(server, real_ba
 
 
 def test_only_the_last_bad_value_of_an_address_is_kept(server, real_backend):
-    """A program that goes on writing bad values does not fill the server with them."""
+    """A program that keeps writing bad values cannot fill the server."""
 
     async def main() -> None:
         store = RedisStore(server.url())
@@ -108,7 +108,7 @@ def test_only_the_last_bad_value_of_an_address_is_kept(server, real_backend):
 
 
 def test_indexes_and_leases_of_another_type_do_not_block_the_store(server, real_backend):
-    """Whatever somebody planted under our names, records are stored and claims are won."""
+    """Even if other programs write to asel's keys, records are stored and claims are taken."""
 
     async def main() -> None:
         store = RedisStore(server.url())
@@ -126,7 +126,7 @@ def test_indexes_and_leases_of_another_type_do_not_block_the_store(server, real_
 
 
 def test_records_expire_and_leave_nothing_behind(server, real_backend):
-    """`expire_s` ends a record; what the index still says of it is taken out when found."""
+    """`expire_s` ends a record; its entry in the index is removed when it is found."""
 
     async def main() -> None:
         store, brief = RedisStore(server.url()), RedisStore(server.url("expire_s=0.05"))
@@ -165,8 +165,8 @@ def test_keys_have_prefix_database_and_version(server, real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_hundreds_of_records_are_all_given(server, real_backend):
-    """Pages do not lose or repeat records, also while the store changes."""
+def test_a_listing_of_hundreds_of_records_is_complete(server, real_backend):
+    """Pages neither lose nor repeat records, even while the store changes."""
 
     async def main() -> None:
         async with RedisStore(server.url()) as store:

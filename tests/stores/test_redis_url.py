@@ -1,4 +1,4 @@
-"""What can and cannot be said in the URL of a Redis store."""
+"""URLs of Redis stores, valid and invalid."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from asel.stores.redis.store import RedisStore
         ("redis://:hunter2@host?password=hunter2", "'password'"),
         ("redis://:hunter2@host?prefix=a*", "prefix='a*'"),
         ("redis://:hunter2@host?prefix=", "prefix=''"),
-        ("redis://:hunter2@host?prefix=a&prefix=b", "prefix= stands twice"),
+        ("redis://:hunter2@host?prefix=a&prefix=b", "prefix= is given twice"),
         ("redis://:hunter2@host?timeout_s=soon", "timeout_s='soon'"),
         ("redis://:hunter2@host?timeout_s=0", "timeout_s='0'"),
         ("redis://:hunter2@host?timeout_s=nan", "timeout_s='nan'"),
@@ -51,8 +51,8 @@ from asel.stores.redis.store import RedisStore
         ("rediss://:hunter2@host?ssl_check_hostname=maybe", "ssl_check_hostname='maybe'"),
     ],
 )
-def test_a_url_that_means_nothing_is_refused_by_name(url, named):
-    """What is wrong is said where it is given, and the password is not."""
+def test_an_invalid_url_is_refused_and_the_part_is_named(url, named):
+    """The error names the invalid part and does not show the password."""
     with pytest.raises(InvalidRequestError) as raised:
         RedisStore(url)
     assert named in str(raised.value)
@@ -71,7 +71,7 @@ def test_a_url_that_means_nothing_is_refused_by_name(url, named):
     ],
 )
 def test_the_location_has_no_secrets(url, location):
-    """People read which Redis it is, and nothing else."""
+    """It identifies the Redis and nothing else."""
     assert RedisStore(url).location == location
     assert repr(RedisStore(url)) == f"RedisStore({location!r})"
 
@@ -79,20 +79,20 @@ def test_the_location_has_no_secrets(url, location):
 @pytest.mark.parametrize("before", [" ", "\n", "'", '"'])
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_quoted_or_indented_url_is_not_a_directory(before, kind):
-    """A variable with a quote too many would have a directory made, with the password in its name."""
+    """Otherwise a directory would be created with the password in its name."""
     with pytest.raises(InvalidRequestError, match="this URL is not a store") as raised:
         open_store(kind(f"{before}redis://user:hunter2@host"))
     assert "hunter2" not in str(raised.value)
 
 
 def test_no_file_store_shows_a_secret_in_its_name():
-    """A path may be a URL that something else has mangled."""
+    """A path may be a mangled URL."""
     for name in ("x redis:/user:hunter2@host", "x redis:/user:hunter2@host/s.json"):
         assert "hunter2" not in repr(open_store(Path(name)))
 
 
-def test_a_host_that_cannot_be_looked_up(real_backend):
-    """Whatever is wrong with a name, it is an error of the store."""
+def test_a_host_that_cannot_be_looked_up_is_a_store_error(real_backend):
+    """For any fault in the name."""
 
     async def main() -> None:
         for host in ["no-such-host.invalid", "a..b", "x" * 70]:
@@ -103,12 +103,12 @@ def test_a_host_that_cannot_be_looked_up(real_backend):
 
 
 def test_leases_are_renewed_before_they_end():
-    """A heartbeat slower than its lease would lose every claim."""
+    """Renewing more slowly would lose every claim."""
     with pytest.raises(InvalidRequestError, match="renew_s"):
         RedisStore("redis://host", lease_s=5, renew_s=5)
 
 
-def test_without_coredis_it_says_how_to_get_it(monkeypatch):
+def test_without_coredis_the_error_names_the_extra(monkeypatch):
     """The extra is named where it is missing."""
     for name in [name for name in sys.modules if name.startswith(("coredis", "asel.stores.redis."))]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,4 +1,4 @@
-"""A chain and a store that fails: in virtual time, over a scripted store."""
+"""A selector and a store that fails: in virtual time, over a scripted store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_an_outage_and_its_end_are_reported_once():
-    """One event per change of state, however many calls were made meanwhile."""
+    """One event for each change of state, for any number of calls."""
     place = Place()
     place.broken = {"get", "put", "claim"}
     bench = bench_over(place)
@@ -36,7 +36,7 @@ async def test_an_outage_and_its_end_are_reported_once():
 
 
 async def test_a_dead_store_costs_one_timeout_and_not_one_for_each_call():
-    """A store that does not answer is left alone for a while; other tiers answer at once."""
+    """After a timeout the store is not tried for a while, and other tiers answer immediately."""
     place = Place()
     place.hung = {"get", "put", "claim"}
     bench = bench_over(place, store_timeout_s=5.0, allow={"cache_miss_fallback": "heuristics"})
@@ -47,7 +47,7 @@ async def test_a_dead_store_costs_one_timeout_and_not_one_for_each_call():
         assert anyio.current_time() - start == pytest.approx(5.0)
 
 
-async def test_the_rest_grows_while_the_store_stays_dead():
+async def test_the_back_off_grows_while_the_store_stays_dead():
     """The longer it is down, the less often it is asked."""
     place = Place()
     place.broken = {"get"}
@@ -60,8 +60,8 @@ async def test_the_rest_grows_while_the_store_stays_dead():
 
 
 @pytest.mark.parametrize(("is_open", "longest"), [(True, 0.0), (False, 5.0)], ids=["open", "not open"])
-async def test_after_a_rest_no_more_than_one_caller_waits_for_the_next_try(is_open, longest):
-    """A store that hangs again holds up one caller, or none if the open chain probes it."""
+async def test_after_the_back_off_at_most_one_caller_waits(is_open, longest):
+    """If the store hangs again, only that caller waits, or none if the open selector probes it."""
     place = Place()
     place.hung = {"get"}
     bench = bench_over(place, store_timeout_s=5.0, allow={"cache_miss_fallback": "heuristics"})
@@ -93,8 +93,8 @@ async def test_a_store_that_cannot_be_written_is_still_read():
         assert (await chain.select(call(1), Toy())).tier == "persistent"
 
 
-async def test_without_claims_everyone_tunes():
-    """Where locks do not work, the fleet loses its economy and nothing else."""
+async def test_without_claims_every_process_tunes():
+    """Without locks the fleet tunes more often, and nothing else changes."""
     place = Place()
     place.broken = {"claim"}
     bench = bench_over(place)
@@ -105,7 +105,7 @@ async def test_without_claims_everyone_tunes():
 
 
 async def test_unsaved_results_are_stored_later():
-    """In the order in which it was found, with what was found since; it answers from memory meanwhile."""
+    """In order, with newer results; until then memory answers."""
     place = Place()
     place.broken = {"put"}
     bench = bench_over(place)
@@ -122,7 +122,7 @@ async def test_unsaved_results_are_stored_later():
 
 
 async def test_closing_tries_once_more():
-    """What waited for the store gets a last chance, whatever the store did before."""
+    """Unsaved results get a last attempt, even during a back-off."""
     place = Place()
     place.broken = {"put"}
     bench = bench_over(place)
@@ -133,7 +133,7 @@ async def test_closing_tries_once_more():
 
 
 async def test_closing_over_a_dead_store_takes_no_longer_than_its_grace():
-    """And the last event says how many results were lost."""
+    """The last event has the number of lost results."""
     place = Place()
     place.broken = {"put"}
     bench = bench_over(place, store_timeout_s=100.0, close_grace_s=2.0)
@@ -145,8 +145,8 @@ async def test_closing_over_a_dead_store_takes_no_longer_than_its_grace():
     assert bench.sink.named("closed")[0].unsaved == 1
 
 
-async def test_after_a_partition_everyone_has_the_config_that_was_stored_first():
-    """Two that tuned while they could not see each other end with the same answer."""
+async def test_after_a_partition_all_have_the_config_that_was_stored_first():
+    """Two processes that tuned separately end with the same answer."""
     place, other = Place(), Place()
     place.broken = {"get", "put", "claim"}
     bench = bench_over(place)
@@ -162,7 +162,7 @@ async def test_after_a_partition_everyone_has_the_config_that_was_stored_first()
 
 
 async def test_a_config_that_cannot_be_stored_does_not_count_as_an_outage():
-    """It is reported, it is not tried again, and the next one is stored."""
+    """It is reported and not tried again, and the next result is stored."""
     from asel.errors import InvalidRequestError
 
     class Picky(Place):
@@ -197,8 +197,8 @@ async def test_the_timings_of_other_candidate_lists_are_reused_from_the_store():
     assert set(bench.measure.compiled) == {GUESS, BEST, Blocks(4)}
 
 
-async def test_a_miss_is_believed_for_a_moment():
-    """A policy that never tunes does not read the store at every call; what appears is seen soon."""
+async def test_a_miss_is_remembered_for_a_moment():
+    """A policy that never tunes does not read the store at every call; a new record is found soon."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(), Toy())
@@ -227,8 +227,8 @@ async def test_rejected_records_become_events():
     assert not place.listeners
 
 
-async def test_a_config_that_proves_unstorable_later_does_not_delay_the_rest():
-    """The refusal comes while the store rests; it is reported once, and the results behind it are stored."""
+async def test_an_unsaved_config_that_cannot_be_stored_does_not_delay_others():
+    """It is refused after a back-off, which is reported once, and the results behind it are stored."""
 
     class Refusing(Place):
         async def keep(self, report, *, replace, claim=None):
@@ -251,8 +251,8 @@ async def test_a_config_that_proves_unstorable_later_does_not_delay_the_rest():
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
-async def test_a_newer_result_is_not_lost_to_an_older_one_that_is_being_stored(ends):
-    """Found while the store is being tried again, it waits its turn, however the trial ends."""
+async def test_a_newer_result_is_kept_while_an_older_one_is_being_stored(ends):
+    """Whether or not storing the older one succeeds."""
 
     class Slow(Place):
         gate = None
@@ -280,8 +280,8 @@ async def test_a_newer_result_is_not_lost_to_an_older_one_that_is_being_stored(e
     assert [stored.cfg for stored in place.kept.values()] == [GUESS]
 
 
-def test_asyncios_own_cancellation_while_storing_costs_neither_the_result_nor_the_store():
-    """It knows no shields. The store is tried again by the next, and the result waits."""
+def test_asyncio_cancellation_during_a_put_keeps_the_result():
+    """asyncio's own cancellation ignores shields. The next caller tries the store, and the result is stored later."""
 
     async def scene():
         place = Place()
@@ -301,8 +301,8 @@ def test_asyncios_own_cancellation_while_storing_costs_neither_the_result_nor_th
 
 
 @pytest.mark.parametrize("allow", [{"allow_autotune": False}, {"cache_miss_fallback": "heuristics"}, {}])
-async def test_a_call_that_cannot_wait_has_the_store_read_for_the_next(allow):
-    """Also where nothing may be tuned: the record is there."""
+async def test_choose_nowait_reads_the_store_for_the_next_call(allow):
+    """Even if tuning is off."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(), Toy())
@@ -317,7 +317,7 @@ async def test_a_call_that_cannot_wait_has_the_store_read_for_the_next(allow):
 
 
 async def test_with_wait_s_zero_a_stored_config_answers_the_next_call():
-    """wait_s is short for a store, too; what it says late is there for the next call."""
+    """wait_s limits a store, too; a late answer is used by the next call."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(), Toy())
@@ -329,7 +329,7 @@ async def test_with_wait_s_zero_a_stored_config_answers_the_next_call():
 
 
 async def test_without_async_with_the_next_put_stores_unsaved_results():
-    """A closed chain has no task that retries, so the next successful put stores the rest."""
+    """No background task retries, so the next successful put stores them."""
     place = Place()
     place.broken = {"put"}
     bench = bench_over(place)
@@ -341,8 +341,8 @@ async def test_without_async_with_the_next_put_stores_unsaved_results():
     assert len(place.kept) == 3
 
 
-async def test_exact_is_exact_in_memory_as_well():
-    """A record that another policy loaded from another environment does not answer it."""
+async def test_match_environment_exact_applies_to_memory():
+    """A record that another policy loaded from another environment is not used."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(), Toy())
@@ -358,8 +358,8 @@ async def test_exact_is_exact_in_memory_as_well():
         assert (await chain.select(call(), Toy())).cfg == BEST
 
 
-async def test_explaining_does_not_wait_longer_than_the_store_may_take():
-    """It tells of a store that hangs, in time."""
+async def test_explain_waits_store_timeout_s_at_most():
+    """It reports a store that hangs."""
     place = Place()
     place.hung = {"get"}
     bench = bench_over(place, store_timeout_s=3.0)

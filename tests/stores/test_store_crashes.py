@@ -1,4 +1,4 @@
-"""Nothing that was acknowledged is lost: real processes, really killed."""
+"""No acknowledged record is lost: real processes that are killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize(("name", "kills"), [("cache", 40), ("cache.json", 15)])
 def test_no_acknowledged_put_is_lost_to_kill_9(name, kills, tmp_path):
-    """Dozens of writers die in the middle of a put; what was acknowledged is there, and all is readable."""
+    """Dozens of writers are killed during a put; all acknowledged records are there and readable."""
     acknowledged, found = kill_writers(str(tmp_path / name), kills)
     assert len(acknowledged) >= kills
     assert acknowledged <= {one.cfg for one in found}
@@ -49,7 +49,7 @@ anyio.run(main)
 
 
 @pytest.mark.parametrize(("name", "processes", "count"), [("cache.json", 2, 250), ("cache", 4, 100)])
-def test_processes_that_write_at_once_lose_nothing(name, processes, count, tmp_path, request):
+def test_concurrent_processes_lose_no_record(name, processes, count, tmp_path, request):
     """Two processes and five hundred puts into one document: five hundred records (ejKernel: half of them)."""
     location, tests = str(tmp_path / name), str(TESTS)
     writers = [
@@ -70,8 +70,8 @@ def test_processes_that_write_at_once_lose_nothing(name, processes, count, tmp_p
     assert anyio.run(numbers) == list(range(processes * count))
 
 
-def test_threads_that_share_one_store_lose_nothing(tmp_path):
-    """Each with an event loop of its own, all over one object (ejKernel: dictionary changed size during iteration)."""
+def test_threads_that_share_one_store_lose_no_record(tmp_path):
+    """Each has its own event loop (ejKernel: dictionary changed size during iteration)."""
     import threading
 
     for name in ("cache", "cache.json"):

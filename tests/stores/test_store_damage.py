@@ -1,4 +1,4 @@
-"""Damaged records, in every store: no damage changes an answer, and none costs more than the record it hit."""
+"""Damaged records, in every store: no damage changes an answer or affects other records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = Record(key=KEY, cfg={"m": 128, "n": 8}, checksum="c1", environment={}, c
 
 
 def signed(facts: dict) -> dict:
-    """Return facts with the digest that a forger would give them, whatever is in them."""
+    """Return any facts with a matching digest, as a forger would write them."""
     body = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return {**facts, "sha256": hashlib.sha256(body.encode()).hexdigest()}
 
@@ -38,14 +38,14 @@ def signed(facts: dict) -> dict:
 
 
 def test_no_flipped_bit_changes_a_record():
-    """What is read is what was written, or is refused."""
+    """A record is read as it was written, or it is refused."""
     for flipped in flips(SMALL.to_json().encode()):
         with suppress(RecordError):
             assert Record.from_json(flipped) == SMALL
 
 
 def test_no_flipped_bit_in_a_file_changes_an_answer(tmp_path):
-    """A directory answers with the record or not at all."""
+    """A directory returns the correct record or none."""
     store = DirectoryStore(tmp_path)
     store.on_rejected = lambda rejected: None
 
@@ -61,7 +61,7 @@ def test_no_flipped_bit_in_a_file_changes_an_answer(tmp_path):
 
 
 def test_no_flipped_bit_in_a_document_changes_an_answer_or_costs_another_record(tmp_path):
-    """At most one of three records is missing, and the other two are as they were."""
+    """At most one of three records is missing, and the other two are unchanged."""
     store = DocumentStore(tmp_path / "c.json")
     records = {one.address: one for one in (replace(SMALL, checksum=f"c{number}") for number in range(3))}
 
@@ -78,7 +78,7 @@ def test_no_flipped_bit_in_a_document_changes_an_answer_or_costs_another_record(
 
 
 def test_no_flipped_bit_in_redis_changes_an_answer():
-    """Nor in a Redis value, wherever the bit was flipped."""
+    """For any bit of the value."""
     with RedisServer() as server, server.client() as client:
 
         async def scene():
@@ -112,8 +112,8 @@ def put_meanwhile(path, kept, *, replaces):
 @pytest.mark.parametrize("size", [0, 3_800_000])
 @pytest.mark.parametrize("replaces", [True, False])
 @pytest.mark.parametrize("read", ["get", "records", "put"])
-def test_a_record_put_while_a_bad_file_is_judged_is_not_set_aside(tmp_path, monkeypatch, read, replaces, size):
-    """Only the file that was judged is moved: a record put meanwhile was acknowledged, so it stays."""
+def test_a_record_that_replaces_a_bad_file_is_not_set_aside(tmp_path, monkeypatch, read, replaces, size):
+    """Only the file that was examined is moved."""
     store, kept, set_aside = DirectoryStore(tmp_path), record("kept"), directory.set_aside
     store.on_rejected = lambda rejected: None
     anyio.run(store.put, record("old"))
@@ -141,8 +141,8 @@ def test_a_record_put_while_a_bad_file_is_judged_is_not_set_aside(tmp_path, monk
 
 
 @pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero")], ids=["pipe", "dir", "link"])
-def test_a_record_put_while_something_else_is_judged_is_not_set_aside(tmp_path, monkeypatch, plant):
-    """Something that is not a file cannot be held open, so a file in its place is recognised as another thing."""
+def test_a_record_that_replaces_a_link_or_pipe_is_not_set_aside(tmp_path, monkeypatch, plant):
+    """A link or pipe cannot be held open, so its type is checked again before the move."""
     store, kept, set_aside = DirectoryStore(tmp_path), record("kept"), directory.set_aside
     store.on_rejected = lambda rejected: None
     anyio.run(store.put, record("old"))
@@ -178,7 +178,7 @@ def hundred(path) -> dict:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_flipped_bit_costs_a_document_one_record_and_the_next_put_none(tmp_path, seed):
-    """The other 99 are read, are kept by the next put, and the damaged line lies in a copy."""
+    """The other 99 are read and kept by the next put, and a copy has the damaged line."""
     path = tmp_path / "c.json"
     records = hundred(path)
     chance, contents = random.Random(seed), bytearray(path.read_bytes())
@@ -205,7 +205,7 @@ def test_a_flipped_bit_costs_a_document_one_record_and_the_next_put_none(tmp_pat
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 @pytest.mark.parametrize("spelling", ["a record a line", "indented"])
 def test_nan_in_a_document_costs_one_record(tmp_path, number, spelling):
-    """It is never an answer, and every other key can be read and put."""
+    """Every other key can be read and put."""
     store, bad, good = DocumentStore(tmp_path / "c.json"), record(777.5), record(2, checksum="c2")
     rejected = []
     store.on_rejected = rejected.append
@@ -224,8 +224,8 @@ def test_nan_in_a_document_costs_one_record(tmp_path, number, spelling):
 
 
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
-def test_an_import_takes_all_but_the_bad_records(tmp_path, name):
-    """NaN among 299 records costs one of them, and is named with the reason."""
+def test_an_import_skips_only_the_bad_records(tmp_path, name):
+    """NaN in one of 299 records costs that record, which is listed with the reason."""
 
     async def scene():
         source = PersistentCache("toy", tmp_path / "source.json")
@@ -242,7 +242,7 @@ def test_an_import_takes_all_but_the_bad_records(tmp_path, name):
 
 
 def test_an_indented_document_is_read_and_written_as_usual(tmp_path):
-    """Somebody's formatter changes the spelling, and no record."""
+    """A formatter changes no record."""
     path = tmp_path / "c.json"
     records = hundred(path)
     path.write_text(json.dumps(json.loads(path.read_text()), indent=4))
@@ -262,7 +262,7 @@ def test_an_indented_document_is_read_and_written_as_usual(tmp_path):
 
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
 def test_a_tuned_config_that_is_not_a_candidate_is_rejected_and_replaced(tmp_path, name):
-    """Even with the right digest: its own report names another. An event reports it, and it costs one tune."""
+    """Even with a correct digest. An event reports it, and the key is tuned."""
 
     async def scene():
         def bench():
@@ -287,7 +287,7 @@ def test_a_tuned_config_that_is_not_a_candidate_is_rejected_and_replaced(tmp_pat
 
 
 def test_a_users_own_config_need_not_be_a_candidate(tmp_path):
-    """A user who puts a config by hand has chosen it."""
+    """A user's put is deliberate."""
 
     async def scene():
         cache = PersistentCache("toy", tmp_path / "cache", cfg_type=Blocks)
@@ -300,8 +300,8 @@ def test_a_users_own_config_need_not_be_a_candidate(tmp_path):
     anyio.run(scene)
 
 
-def test_a_forger_can_sign_a_record_but_not_a_number_that_is_none():
-    """The digest tells damage, not intent; what is read is checked all the same."""
+def test_a_forged_digest_does_not_make_an_invalid_number_valid():
+    """The digest detects damage, not intent, so contents are checked as well."""
     facts = {name: value for name, value in SMALL.to_facts().items() if name != "sha256"}
     assert Record.from_facts(signed({**facts, "cfg": 5})).cfg == 5
     with pytest.raises(RecordError):
@@ -312,7 +312,7 @@ def test_a_forger_can_sign_a_record_but_not_a_number_that_is_none():
 
 
 def test_a_document_is_not_written_larger_than_it_can_be_read(tmp_path, monkeypatch):
-    """The put that would do so fails; what is there stays readable, and can be made smaller."""
+    """Such a put fails; the document stays readable, and can be made smaller."""
     monkeypatch.setattr(document_file, "_MAX_BYTES", 2000)
     store, stored = DocumentStore(tmp_path / "c.json"), []
 
@@ -333,7 +333,7 @@ def test_a_document_is_not_written_larger_than_it_can_be_read(tmp_path, monkeypa
 
 
 def test_bad_lines_are_reported_and_copied_once_if_a_put_fails(tmp_path, monkeypatch):
-    """A full disk neither hides what was found, nor makes a copy for every attempt."""
+    """On a full disk, reads still work, and retries make no further copies."""
     path = tmp_path / "c.json"
     hundred(path)
     path.write_text(path.read_text().replace("0.25", "0.26", 1))
@@ -357,7 +357,7 @@ def test_bad_lines_are_reported_and_copied_once_if_a_put_fails(tmp_path, monkeyp
     assert [copy.name for copy in tmp_path.glob("*.bad-*")] == ["c.json.bad-0"]
 
 
-def test_a_copy_is_made_whatever_names_are_taken(tmp_path):
+def test_a_copy_is_made_even_if_similar_names_exist(tmp_path):
     """Names that look like a copy's, and are none, keep no damage from being kept."""
     store = DocumentStore(tmp_path / "c.json")
     store.on_rejected = lambda rejected: None
@@ -371,7 +371,7 @@ def test_a_copy_is_made_whatever_names_are_taken(tmp_path):
 
 
 def test_a_change_that_was_written_before_its_caller_was_cancelled_counts_as_made():
-    """The next waiter writes the batch again, and finds what the first one has done."""
+    """The next waiter writes the batch again, and finds the change in the file."""
     lines: dict = {}
     put = document_file.PendingChange(Change.put(record()))
     assert put.apply(lines)
@@ -387,8 +387,8 @@ def test_a_change_that_was_written_before_its_caller_was_cancelled_counts_as_mad
 
 
 @pytest.mark.parametrize("make", [DirectoryStore, lambda path: DocumentStore(path / "c.json")])
-def test_a_record_that_was_changed_after_it_was_read_is_stored_as_changed(tmp_path, make):
-    """A record's values are the reader's own."""
+def test_a_caller_may_change_a_record_and_put_it(tmp_path, make):
+    """A record's values belong to its reader."""
 
     async def scene():
         store = make(tmp_path)
@@ -401,8 +401,8 @@ def test_a_record_that_was_changed_after_it_was_read_is_stored_as_changed(tmp_pa
     anyio.run(scene)
 
 
-def test_a_record_under_a_name_that_is_not_its_own_is_set_aside(tmp_path):
-    """Somebody's copy of a file would be listed twice, and never be pruned."""
+def test_a_record_under_a_wrong_name_is_set_aside(tmp_path):
+    """A copy of a file would be listed twice, and never be pruned."""
     store, rejected = DirectoryStore(tmp_path), []
     store.on_rejected = rejected.append
 
@@ -416,7 +416,7 @@ def test_a_record_under_a_name_that_is_not_its_own_is_set_aside(tmp_path):
     assert "another address" in rejected[0].reason
 
 
-def test_a_directory_that_cannot_be_read_costs_a_listing_no_other(tmp_path, monkeypatch):
+def test_an_unreadable_directory_does_not_end_a_listing(tmp_path, monkeypatch):
     """Another user's private folder in a shared cache is reported and skipped."""
     store, rejected, shard = DirectoryStore(tmp_path), [], DirectoryStore._shard
     store.on_rejected = rejected.append
@@ -440,7 +440,7 @@ def test_a_directory_that_cannot_be_read_costs_a_listing_no_other(tmp_path, monk
 
 @pytest.mark.parametrize(("stored", "candidate"), [(128.0, 128), (True, 1), (1, True)])
 def test_a_config_of_another_type_is_not_a_candidate(tmp_path, stored, candidate):
-    """1, 1.0 and True are three configs."""
+    """1, 1.0 and True are three different configs."""
 
     async def scene():
         cache = PersistentCache("toy", tmp_path)

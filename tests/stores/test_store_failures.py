@@ -43,7 +43,7 @@ def place():
 
 @pytest.fixture
 def unprivileged():
-    """Permissions mean nothing to root, so be somebody else."""
+    """Run as another user, because permissions do not apply to root."""
     if os.geteuid() != 0:
         yield
         return
@@ -66,7 +66,7 @@ def without_locks(monkeypatch):
 
 @contextmanager
 def file_size_limit(most: int):
-    """A disk on which a file may have a limited number of bytes."""
+    """A disk with a limit on the size of a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
@@ -95,7 +95,7 @@ async def records_in(path) -> int:
 
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
 def test_a_full_disk_costs_no_answer_and_no_later_put(name, place, real_backend):
-    """Reads go on, what was found is kept in memory, and it is stored once there is room."""
+    """Reads continue, results stay in memory, and they are stored once there is space."""
     path = place / name
 
     async def scene():
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_no_answer_and_no_later_put(name, place, real_backend)
 
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
 def test_a_read_only_directory_is_read(name, place, unprivileged):
-    """What is there answers; what is found stays in memory."""
+    """Its records answer, and new results stay in memory."""
     path = place / "team" / name
 
     async def scene():
@@ -140,7 +140,7 @@ def test_a_read_only_directory_is_read(name, place, unprivileged):
 
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
 def test_a_directory_without_permission_makes_its_tier_decline(name, place, unprivileged):
-    """It cannot even be looked at: the other tiers answer."""
+    """The other tiers answer."""
     (place / "secret").mkdir(mode=0o000)
 
     async def scene():
@@ -156,7 +156,7 @@ def test_a_directory_without_permission_makes_its_tier_decline(name, place, unpr
 
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
 def test_a_directory_that_vanishes_is_made_again(name, place, real_backend):
-    """Somebody cleaned up under a running service."""
+    """A cleanup may remove it under a running service."""
     path = place / "deep" / name
 
     async def scene():
@@ -172,8 +172,8 @@ def test_a_directory_that_vanishes_is_made_again(name, place, real_backend):
     anyio.run(scene, backend=real_backend)
 
 
-def test_a_file_in_the_place_of_the_directory_is_an_error_and_no_more(place):
-    """A cache path that is something else is never overwritten."""
+def test_a_file_in_the_place_of_the_directory_is_an_error(place):
+    """It is never overwritten."""
     (place / "cache").write_text("precious")
 
     async def scene():
@@ -187,7 +187,7 @@ def test_a_file_in_the_place_of_the_directory_is_an_error_and_no_more(place):
 
 
 def test_without_locks_a_directory_still_stores(place, without_locks):
-    """NFS without its lock daemon: every process tunes for itself, and the first to store wins."""
+    """NFS without a lock daemon: every process tunes for itself, and the first to store wins."""
 
     async def scene():
         bench = bench_over(place / "cache")
@@ -200,7 +200,7 @@ def test_without_locks_a_directory_still_stores(place, without_locks):
 
 
 def test_without_locks_a_document_is_not_written(place, without_locks):
-    """Merging without a lock would lose others' records, so nothing is merged."""
+    """Merging without a lock could lose records of other processes."""
 
     async def scene():
         bench = bench_over(place / "cache.json")
@@ -213,7 +213,7 @@ def test_without_locks_a_document_is_not_written(place, without_locks):
 
 
 def test_a_slow_disk_delays_one_put_and_no_answer(place, monkeypatch, real_backend):
-    """The answer comes after the store's timeout; the put itself goes on, and is there in the end."""
+    """The answer comes after the store's timeout; the put completes in the background."""
     gate, fsync = threading.Event(), os.fsync
 
     def slow(file):
@@ -236,7 +236,7 @@ def test_a_slow_disk_delays_one_put_and_no_answer(place, monkeypatch, real_backe
 
 
 def test_an_unreadable_file_costs_one_record(place, unprivileged):
-    """A file without read permission in a cache for all is a miss, and stays where it is."""
+    """A file without read permission in a shared cache is a miss, and stays in place."""
     os.seteuid(0)
     path = place / "cache"
     anyio.run(lambda: _store(path, 1, 2))

@@ -28,7 +28,7 @@ def redis():
 
 @pytest.fixture(params=["directory", "document", "redis"])
 def make_store(request, tmp_path):
-    """Another handle on the same records each time, of whatever version is current."""
+    """Return a new store over the same records, of the current version."""
     if request.param == "redis":
         server = request.getfixturevalue("redis")
         with server.client() as client:
@@ -54,8 +54,8 @@ def version(monkeypatch):
 # Versions.
 
 
-def test_versions_of_the_format_live_side_by_side(make_store, version):
-    """Each answers with its own records, however often the others put theirs; nobody's is set aside."""
+def test_versions_of_the_format_share_a_store(make_store, version):
+    """Each reads its own records, and none sets another's aside."""
     rejected = []
 
     def store():
@@ -82,7 +82,7 @@ def test_versions_of_the_format_live_side_by_side(make_store, version):
 
 
 def test_versions_do_not_wait_for_each_others_claims(make_store, version):
-    """One cannot use what the other tunes."""
+    """One version cannot use the results of another."""
 
     async def scene():
         async with AsyncExitStack() as stack:
@@ -94,7 +94,7 @@ def test_versions_do_not_wait_for_each_others_claims(make_store, version):
 
 
 def test_another_versions_record_under_our_name_stays_until_it_is_in_the_way(tmp_path):
-    """No asel puts it there. It is a miss, and only a put of that very address moves it, to where it can be found."""
+    """No version of asel writes it. It is a miss, and a put of that address sets it aside."""
     store, rejected = DirectoryStore(tmp_path), []
     store.on_rejected = rejected.append
 
@@ -115,8 +115,8 @@ def test_another_versions_record_under_our_name_stays_until_it_is_in_the_way(tmp
     anyio.run(scene)
 
 
-def test_another_versions_record_under_our_name_in_redis(redis):
-    """The same: a miss that stays, and is set aside by a put of its address, for a week."""
+def test_another_versions_record_under_our_name_in_redis_stays(redis):
+    """It is a miss, and a put of its address sets it aside for a week."""
     rejected = []
 
     async def scene():
@@ -160,8 +160,8 @@ def slow_link(monkeypatch):
 
 
 @pytest.mark.parametrize("ahead_s", [0, 7200])
-def test_a_living_writers_file_is_not_swept_however_old_it_looks(tmp_path, monkeypatch, slow_link, ahead_s):
-    """It is locked while it is written, so neither a lister's clock nor its own time stamp matters."""
+def test_a_living_writers_file_is_not_swept_at_any_age(tmp_path, monkeypatch, slow_link, ahead_s):
+    """It is locked while it is written, so clocks and time stamps do not matter."""
     store, (reached, go_on) = DirectoryStore(tmp_path), slow_link
     writer = threading.Thread(target=anyio.run, args=(store.put, record()))
     writer.start()
@@ -177,7 +177,7 @@ def test_a_living_writers_file_is_not_swept_however_old_it_looks(tmp_path, monke
 
 
 def test_a_lister_whose_clock_is_ahead_sweeps_no_fresh_file(tmp_path, monkeypatch):
-    """Ages are taken by the file system's own clock, also of a file that nobody has locked yet."""
+    """Ages are measured by the file system's clock, also for a file that is not locked yet."""
     store = DirectoryStore(tmp_path)
     anyio.run(store.put, record())
     [path] = tmp_path.rglob("*.json")
@@ -191,7 +191,7 @@ def test_a_lister_whose_clock_is_ahead_sweeps_no_fresh_file(tmp_path, monkeypatc
 
 
 def test_a_file_swept_before_it_was_locked_is_written_again(tmp_path, monkeypatch):
-    """A writer that was suspended right after it made its file finds it gone, and makes another."""
+    """A writer that was suspended after creating its file creates another."""
     flock, swept = fcntl.flock, []
 
     def late(file, operation):
@@ -209,7 +209,7 @@ def test_a_file_swept_before_it_was_locked_is_written_again(tmp_path, monkeypatc
 
 
 def test_without_locks_only_the_age_counts(tmp_path, monkeypatch):
-    """On such a file system a file is safe for an hour, by the file system's clock."""
+    """On such a file system a file stays for an hour, by the file system's clock."""
 
     def refuse(*args):
         raise OSError("no locks here")
@@ -227,7 +227,7 @@ def test_without_locks_only_the_age_counts(tmp_path, monkeypatch):
 
 
 def test_documents_have_one_temporary_file_at_most(tmp_path):
-    """The next writer uses the same name, so a thousand dead writers leave no more than one file."""
+    """All writers use the same name."""
     store = DocumentStore(tmp_path / "c.json")
     leftover = tmp_path / ".c.json.tmp"
     leftover.write_text("half a docu")
@@ -245,7 +245,7 @@ def test_documents_have_one_temporary_file_at_most(tmp_path):
 
 
 def test_a_directory_keeps_the_newest_bad_files(tmp_path, monkeypatch):
-    """Oldest first they go; `stats` says how many there are."""
+    """The oldest are removed first, and `stats` has the number."""
     monkeypatch.setattr(leftovers.trim, "__kwdefaults__", {"max_files": 3, "max_bytes": 1 << 20})
     store, rejected = DirectoryStore(tmp_path), []
     store.on_rejected = rejected.append
@@ -266,7 +266,7 @@ def test_a_directory_keeps_the_newest_bad_files(tmp_path, monkeypatch):
 
 
 def test_bad_files_are_bounded_in_bytes_and_the_newest_always_stays(tmp_path, monkeypatch):
-    """One file above the bound is kept alone."""
+    """A single file above the limit is kept."""
     monkeypatch.setattr(leftovers.trim, "__kwdefaults__", {"max_files": 100, "max_bytes": 1000})
     store = DirectoryStore(tmp_path)
     store.on_rejected = lambda rejected: None
@@ -283,7 +283,7 @@ def test_bad_files_are_bounded_in_bytes_and_the_newest_always_stays(tmp_path, mo
 
 
 def test_a_document_keeps_the_newest_copies(tmp_path, monkeypatch):
-    """Numbers go on, whatever was removed."""
+    """Their numbers continue after copies were removed."""
     monkeypatch.setattr(leftovers.trim, "__kwdefaults__", {"max_files": 3, "max_bytes": 1 << 20})
     store = DocumentStore(tmp_path / "c.json")
     store.on_rejected = lambda rejected: None
@@ -311,7 +311,7 @@ def stale_locks(folder, count):
 
 @pytest.mark.parametrize("name", ["cache", "cache.json"])
 def test_stale_locks_are_removed_oldest_first_and_held_ones_never(tmp_path, monkeypatch, name):
-    """Holders that were killed leave files, of which a bounded number stays; files of others all do."""
+    """A bounded number of stale files stays, and all files that are not asel's."""
     store = PersistentCache("toy", tmp_path / name).store
     monkeypatch.setattr(file_claims.remove_stale_locks, "__defaults__", (3,))
     held = record(checksum="held").address
@@ -336,8 +336,8 @@ def test_stale_locks_are_removed_oldest_first_and_held_ones_never(tmp_path, monk
     anyio.run(scene)
 
 
-def test_claims_remove_stale_locks_now_and_then(tmp_path, monkeypatch):
-    """A service that never lists its cache is tidied all the same."""
+def test_claims_remove_stale_locks_occasionally(tmp_path, monkeypatch):
+    """A service that never lists its cache is cleaned, too."""
     monkeypatch.setattr(file_claims, "_attempts", iter([0]))
     store = DirectoryStore(tmp_path)
     folder = tmp_path / "claims"
@@ -353,7 +353,7 @@ def test_claims_remove_stale_locks_now_and_then(tmp_path, monkeypatch):
 
 
 def test_a_users_own_files_in_the_folder_of_bad_files_stay(tmp_path, monkeypatch):
-    """Only what asel has put there is removed."""
+    """Only files that asel has moved there are removed."""
     monkeypatch.setattr(leftovers.trim, "__kwdefaults__", {"max_files": 1, "max_bytes": 1})
     store = DirectoryStore(tmp_path)
     store.on_rejected = lambda rejected: None
@@ -390,13 +390,13 @@ def test_stats_count_everything_in_a_store(make_store, version, tmp_path):
 
 
 def test_stats_of_an_empty_store(make_store):
-    """Nothing is there, and nothing is made."""
+    """All numbers are zero, and nothing is created."""
     stats = anyio.run(make_store().stats)
     assert (stats.records, stats.bytes, stats.set_aside, stats.other_schemas) == (0, 0, 0, 0)
 
 
 def test_version_1_directories_are_counted(tmp_path):
-    """They had their records without a folder for the version."""
+    """Their records were not in a folder for the version."""
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / "x.json").write_text(json.dumps({"asel": 1}))
     assert anyio.run(DirectoryStore(tmp_path).stats).other_schemas == 1

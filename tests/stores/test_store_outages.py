@@ -1,4 +1,4 @@
-"""A chain and a store that fails for a while: in virtual time, over a scripted store."""
+"""A selector and a store that fails for a while: in virtual time, over a scripted store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def outage(bench) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("broken", ["get", "put", "claim"])
 async def test_recovery_is_reported_without_any_calls(broken):
-    """An open chain probes what failed, so recovery does not need the next cold key."""
+    """An open selector probes a failed store by itself."""
     place = Place()
     place.broken = {broken}
     bench = bench_over(place)
@@ -37,7 +37,7 @@ async def test_recovery_is_reported_without_any_calls(broken):
 
 
 async def test_a_probe_does_not_claim_the_key_that_failed():
-    """Another process that wants this key would take the probe for a tune in progress."""
+    """To another process, the claim would look like a tune in progress."""
 
     class Noting(Place):
         def claim(self, query, wait_s, anew):
@@ -74,7 +74,7 @@ async def test_a_store_that_can_only_be_read_has_not_recovered():
 
 
 async def test_without_async_with_the_next_read_probes_claims():
-    """There is no background task, so a read of a stored key probes; it need not be a cold key."""
+    """There is no background task, so a read of any key probes."""
     place = Place()
     async with bench_over(place).chain as chain:
         await chain.choose(call(1), Toy())
@@ -88,7 +88,7 @@ async def test_without_async_with_the_next_read_probes_claims():
 
 
 async def test_recovery_from_a_failed_withdrawal_is_reported():
-    """With no result waiting to be stored, a successful read is evidence enough."""
+    """With no result waiting, a successful read is enough."""
 
     class Sticking(Place):
         can_withdraw = True
@@ -153,7 +153,7 @@ async def test_a_waiter_retries_through_a_short_store_failure():
 
 
 async def test_a_waiter_tunes_by_itself_if_the_store_stays_away():
-    """It retries for some seconds, no longer."""
+    """It retries for a few seconds."""
     place = await interrupted(fails_for_s=1000.0)
     bench = bench_over(place)
     async with bench.chain as chain:
@@ -164,7 +164,7 @@ async def test_a_waiter_tunes_by_itself_if_the_store_stays_away():
 
 
 async def test_a_waiter_does_not_retry_beyond_wait_s():
-    """`wait_s` holds, whatever the store does."""
+    """`wait_s` limits the wait even if the store fails."""
     place = await interrupted(fails_for_s=1000.0)
     bench = bench_over(place, allow={"wait_s": 6.0})
     async with bench.chain as chain:
@@ -179,7 +179,7 @@ async def test_a_waiter_does_not_retry_beyond_wait_s():
 
 
 async def test_many_cold_keys_do_not_time_out_in_their_own_queue():
-    """The store works, one request at a time; the time limit is for the store, not for the queue in front of it."""
+    """The time limit does not include the time in the queue."""
 
     class OneByOne(Place):
         async def find(self, query):

@@ -1,4 +1,4 @@
-"""Directories that others may write to: whatever they plant, nothing of ours leaks and nothing outside is touched."""
+"""World-writable directories: planted files neither leak our data nor redirect our writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asel.stores import file_ops as files
 
 @pytest.fixture
 def secret(tmp_path):
-    """A file that is nobody else's to read."""
+    """A file that other users may not read."""
     path = tmp_path / "secret"
     path.write_text("the private key")
     path.chmod(0o600)
@@ -36,7 +36,7 @@ def shared(tmp_path):
 
 
 def test_a_link_planted_while_the_lock_is_waited_for_is_not_copied(shared, secret, monkeypatch):
-    """The document is looked at after the lock was got, and is opened once: a link is refused, whenever it came."""
+    """The document is opened once, after the lock was taken, and a link is refused."""
     store, failures, is_waiting = DocumentStore(shared / "s.json"), [], threading.Event()
     anyio.run(store.put, record())
 
@@ -65,8 +65,8 @@ def test_a_link_planted_while_the_lock_is_waited_for_is_not_copied(shared, secre
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
-def test_files_made_from_a_document_are_as_private_as_it(shared, mode):
-    """The copy of a bad one, and every later version."""
+def test_copies_of_a_document_keep_its_permissions(shared, mode):
+    """The copy of a bad document, and each later version."""
     store = DocumentStore(shared / "s.json")
     store.on_rejected = lambda rejected: None
     store.path.write_text("bad, and none of your business")
@@ -76,8 +76,8 @@ def test_files_made_from_a_document_are_as_private_as_it(shared, mode):
         assert stat.S_IMODE((shared / name).stat().st_mode) == mode
 
 
-def test_a_copy_whose_group_cannot_be_kept_is_not_for_the_group(shared, monkeypatch):
-    """Our own group is another one, and may have other members."""
+def test_a_copy_with_another_group_has_no_group_permissions(shared, monkeypatch):
+    """The other group may have other members."""
     store = DocumentStore(shared / "s.json")
     store.on_rejected = lambda rejected: None
     store.path.write_text("bad")
@@ -91,8 +91,8 @@ def test_a_copy_whose_group_cannot_be_kept_is_not_for_the_group(shared, monkeypa
     assert stat.S_IMODE((shared / "s.json.bad-0").stat().st_mode) == 0o604
 
 
-def test_a_document_is_read_through_a_link_of_someone_we_trust_only(shared, monkeypatch, tmp_path):
-    """Ours, root's and the directory owner's links lead where they meant; another user's leads where they please."""
+def test_only_links_of_trusted_users_are_followed(shared, monkeypatch, tmp_path):
+    """Links of this user, root and the directory's owner are followed, and no others."""
     real = DocumentStore(tmp_path / "real.json")
     anyio.run(real.put, record())
     link = shared / "s.json"
@@ -120,7 +120,7 @@ def test_a_document_is_read_through_a_link_of_someone_we_trust_only(shared, monk
 
 @pytest.mark.parametrize("plant", [os.mkdir, os.mkfifo], ids=["directory", "pipe"])
 def test_a_path_that_is_not_a_file_is_neither_read_nor_replaced(shared, plant):
-    """A pipe in its place does not hang a reader, and a put says what is wrong."""
+    """A pipe does not hang a reader, and a put raises an error with the reason."""
     store = DocumentStore(shared / "s.json")
     store.on_rejected = lambda rejected: None
     plant(store.path)
@@ -136,7 +136,7 @@ def test_a_path_that_is_not_a_file_is_neither_read_nor_replaced(shared, plant):
 
 
 def test_a_planted_temporary_name_is_not_written_through(shared, secret):
-    """The name that a document's next version is written under is made anew, never opened."""
+    """The temporary file is created, and an existing one is never opened."""
     (shared / ".s.json.tmp").symlink_to(secret)
     store = DocumentStore(shared / "s.json")
     anyio.run(store.put, record())
@@ -160,7 +160,7 @@ def test_an_export_replaces_a_planted_link_and_not_what_it_leads_to(shared, secr
 
 
 def test_a_document_too_large_to_read_is_not_overwritten(shared, monkeypatch):
-    """What cannot be merged is not replaced either."""
+    """It cannot be merged, so it is not replaced."""
     monkeypatch.setattr(document_file, "_MAX_BYTES", 1000)
     store = DocumentStore(shared / "s.json")
     store.path.write_text("x" * 2000)
@@ -173,8 +173,8 @@ def test_a_document_too_large_to_read_is_not_overwritten(shared, monkeypatch):
     assert store.path.read_text() == "x" * 2000
 
 
-def test_a_lock_is_neither_made_nor_removed_behind_a_link_that_was_planted_meanwhile(shared, tmp_path, monkeypatch):
-    """The folder of the claims is opened once: swapping it for a link afterwards changes nothing."""
+def test_a_link_planted_during_a_claim_is_not_followed(shared, tmp_path, monkeypatch):
+    """The folder of the claims is opened once, so replacing it by a link has no effect."""
     outside = tmp_path / "outside"
     outside.mkdir()
     store, locked = DirectoryStore(shared / "cache"), file_claims._locked
@@ -200,8 +200,8 @@ def test_a_lock_is_neither_made_nor_removed_behind_a_link_that_was_planted_meanw
     assert not list((store.root / "elsewhere").iterdir())
 
 
-def test_stale_locks_behind_a_link_are_left_alone(shared, tmp_path):
-    """Whatever they are called."""
+def test_stale_locks_behind_a_link_are_not_removed(shared, tmp_path):
+    """With any name."""
     outside = tmp_path / "outside"
     outside.mkdir()
     for number in range(300):
@@ -214,7 +214,7 @@ def test_stale_locks_behind_a_link_are_left_alone(shared, tmp_path):
 
 @pytest.fixture
 def strangers_file(monkeypatch):
-    """Have every plain file belong to somebody else."""
+    """Make every plain file appear to belong to another user."""
     fstat = os.fstat
 
     def of_a_stranger(file):
@@ -228,7 +228,7 @@ def strangers_file(monkeypatch):
 
 @pytest.mark.usefixtures("strangers_file")
 def test_a_strangers_document_in_a_shared_directory_is_neither_read_nor_written(shared):
-    """Its records would be believed, and ours be given to its owner."""
+    """Its records would be trusted, and our records would go to its owner."""
     store, rejected = DocumentStore(shared / "s.json"), []
     store.on_rejected = rejected.append
     store.path.write_text("{}")
@@ -245,8 +245,8 @@ def test_a_strangers_document_in_a_shared_directory_is_neither_read_nor_written(
 
 
 @pytest.mark.usefixtures("strangers_file")
-def test_in_a_directory_of_our_own_it_does_not_matter_whose_a_document_is(shared):
-    """Every user who may write there was given that right."""
+def test_in_a_private_directory_a_document_may_have_any_owner(shared):
+    """Every user with write permission was given it deliberately."""
     shared.chmod(0o775)
     store = DocumentStore(shared / "s.json")
 
@@ -257,9 +257,9 @@ def test_in_a_directory_of_our_own_it_does_not_matter_whose_a_document_is(shared
     anyio.run(scene)
 
 
-def test_a_lock_that_another_process_does_not_give_back_is_an_error_in_time(shared, monkeypatch):
-    """A stopped process, or a stranger who may read the directory, costs a StoreError and no thread for ever."""
-    monkeypatch.setattr(files, "_ALONE_S", 0.05)
+def test_a_lock_that_is_never_released_is_an_error_in_time(shared, monkeypatch):
+    """It costs a StoreError and does not block a thread for ever."""
+    monkeypatch.setattr(files, "_LOCK_S", 0.05)
     store, rejected = DirectoryStore(shared / "cache"), []
     store.on_rejected = rejected.append
 

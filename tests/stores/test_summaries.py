@@ -1,4 +1,4 @@
-"""Records without their reports: for memory to begin with, and for learning from other calls."""
+"""Records without their reports: for a preload, and for learning from other calls."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def listed(cache, device="dev") -> list[RecordSummary]:
     ],
 )
 def test_a_summary_agrees_with_its_record(one):
-    """However a line is spelt, the summary has the record's own key, checksum, environment, config and time."""
+    """In any formatting, it has the record's key, checksum, environment, config and time."""
     for text in (one.line(), one.line().encode(), json.dumps(json.loads(one.line()), indent=1)):
         line = RecordLine.parse(text)
         assert line.address == one.address
@@ -74,7 +74,7 @@ def test_a_summary_agrees_with_its_record(one):
 
 
 def test_no_flipped_bit_changes_a_summary():
-    """The digest covers all of a line, also what the summary leaves unread."""
+    """The digest covers the whole line, including the part that a summary does not read."""
     one = record({"m": 64})
     for damaged in flips(one.line().encode()):
         with suppress(RecordError):
@@ -82,7 +82,7 @@ def test_no_flipped_bit_changes_a_summary():
 
 
 def test_another_versions_line_has_no_summary(monkeypatch):
-    """It is neither read nor taken for damaged."""
+    """It is ignored and does not count as damaged."""
     line = record().line()
     monkeypatch.setattr(records, "SCHEMA", records.SCHEMA + 1)
     with pytest.raises(OtherSchemaError):
@@ -103,7 +103,7 @@ def test_a_line_with_a_digest_and_a_wrong_part_is_rejected(part):
 
 
 def test_summaries_are_those_of_one_device(cache, real_backend):
-    """Memory needs what this machine's devices can use."""
+    """Other devices' configs are not needed in memory."""
 
     async def scene():
         for call in "abc":
@@ -116,7 +116,7 @@ def test_summaries_are_those_of_one_device(cache, real_backend):
 
 
 def test_a_summary_is_read_as_the_record_would_be(cache):
-    """The same config and the same word on other software; a config that is not a candidate is rejected."""
+    """With the same config and the same `foreign`; a config that is not a candidate is rejected."""
 
     async def scene():
         await cache.store.put(stored("a"))
@@ -137,7 +137,7 @@ def test_a_summary_is_read_as_the_record_would_be(cache):
 
 
 def test_a_shipped_record_yields_to_the_stores_own(tmp_path):
-    """As for a single key: what is shipped counts only if the store has nothing."""
+    """A shipped record is used only if the store has none for the key."""
 
     async def scene():
         shipped = PersistentCache("toy", tmp_path / "shipped.json")
@@ -186,7 +186,7 @@ def test_earlier_tunes_are_the_newest_of_the_same_kernel_for_other_calls(cache, 
 
 
 def test_earlier_tunes_list_the_store_once(cache, monkeypatch):
-    """Many cold keys of one kernel begin together; a tune of this process is known without another listing."""
+    """For many cold keys of one kernel; this process's tunes are added without a listing."""
 
     async def scene():
         await cache.store.put(stored("a"))

@@ -94,8 +94,8 @@ class InMemory:
         return self.kept.pop(address, None) is not None
 
 
-def test_records_go_from_any_store_to_any_other(cache, tmp_path, real_backend):
-    """As a document in memory, and as a file; what is there already is skipped."""
+def test_records_can_be_moved_between_any_two_stores(cache, tmp_path, real_backend):
+    """As a document in memory or in a file; existing records are skipped."""
 
     async def scene():
         async with cache:
@@ -140,7 +140,7 @@ def test_a_document_is_written_once_for_a_batch(tmp_path, monkeypatch):
 
 
 def test_a_directory_is_synced_once_for_a_batch(tmp_path, monkeypatch):
-    """Not once for each record: what is deleted together is on disk together."""
+    """Not once for each record."""
     synced = []
 
     def counted(file):
@@ -157,8 +157,8 @@ def test_a_directory_is_synced_once_for_a_batch(tmp_path, monkeypatch):
     anyio.run(scene)
 
 
-def test_nothing_that_takes_long_is_done_on_the_event_loop(cache, tmp_path, monkeypatch, real_backend):
-    """Records are parsed and written as JSON in threads, one large put included."""
+def test_slow_steps_run_in_threads(cache, tmp_path, monkeypatch, real_backend):
+    """Records are parsed and written as JSON in threads, also for one large put."""
     loop, on_loop = threading.get_ident(), []
 
     def watched(function):
@@ -198,7 +198,7 @@ def test_nothing_that_takes_long_is_done_on_the_event_loop(cache, tmp_path, monk
 
 
 def test_threads_hand_over_after_a_few_records(cache, tmp_path, monkeypatch):
-    """A thread that parses for long makes the event loop wait 5 ms for each of its steps."""
+    """A thread that parses for long delays the event loop by 5 ms for each step."""
     counts = [0]
 
     def parsed(function):
@@ -231,7 +231,7 @@ def test_threads_hand_over_after_a_few_records(cache, tmp_path, monkeypatch):
 
 
 def test_an_export_to_a_file_has_few_records_in_memory(tmp_path):
-    """A page of them at a time, however many there are."""
+    """One page at a time."""
     most = 0
 
     async def scene():
@@ -252,8 +252,8 @@ def test_an_export_to_a_file_has_few_records_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("cache", ["cache", "redis"], indirect=True)
-def test_an_export_gives_the_garbage_collector_little_to_look_at(cache, tmp_path):
-    """It keeps text. A full pass over dicts and lists of thousands of records would stop every thread."""
+def test_an_export_holds_records_as_text(cache, tmp_path):
+    """With dicts and lists of thousands of records, the garbage collector would stop every thread."""
     tracked = []
 
     def look(one):
@@ -273,8 +273,8 @@ def test_an_export_gives_the_garbage_collector_little_to_look_at(cache, tmp_path
     anyio.run(scene)
 
 
-def test_an_import_writes_no_file_for_a_record_that_is_there(tmp_path, monkeypatch):
-    """Writing one and syncing it to find its name taken would take longer than all the rest."""
+def test_an_import_writes_no_file_for_an_existing_record(tmp_path, monkeypatch):
+    """Writing and syncing a file in vain would take most of the time."""
 
     def write(*args, **options):
         raise AssertionError("a file was written")
@@ -289,7 +289,7 @@ def test_an_import_writes_no_file_for_a_record_that_is_there(tmp_path, monkeypat
 
 
 def test_moving_parses_each_record_once(redis, tmp_path, monkeypatch):
-    """Into Redis and out of it, records pass as the lines that they are."""
+    """Into and out of Redis, records stay lines of JSON."""
     loads, parsed = strict_json.loads, []
 
     def counted(text):
@@ -311,7 +311,7 @@ def test_moving_parses_each_record_once(redis, tmp_path, monkeypatch):
 
 
 def test_pruning_redis_deletes_only_records_it_has_read(redis, monkeypatch):
-    """Whichever way it is spelt; a record that has taken its place stays."""
+    """In any formatting; a record that has replaced it stays."""
 
     async def scene():
         async with PersistentCache("toy", redis.url("prefix=spelt")) as cache:
@@ -335,8 +335,8 @@ def test_pruning_redis_deletes_only_records_it_has_read(redis, monkeypatch):
     anyio.run(scene)
 
 
-def test_a_file_that_was_reformatted_or_damaged_is_imported_as_far_as_it_can_be_read(tmp_path):
-    """An indented one wholly; one with a bad line without that line."""
+def test_reformatted_and_damaged_files_are_imported(tmp_path):
+    """An indented file completely; a file with a bad line without that line."""
 
     async def scene():
         source = PersistentCache("toy", tmp_path / "source")
@@ -357,7 +357,7 @@ def test_a_file_that_was_reformatted_or_damaged_is_imported_as_far_as_it_can_be_
 
 @pytest.mark.parametrize("contents", [b"", b"nonsense", b"[]", b'{"some": "thing"}', None])
 def test_a_file_that_is_not_a_document_is_refused(tmp_path, contents):
-    """With the reason, and nothing is imported."""
+    """With the reason; nothing is imported."""
     path = tmp_path / "x.json"
     if contents is not None:
         path.write_bytes(contents)
@@ -370,7 +370,7 @@ def test_a_file_that_is_not_a_document_is_refused(tmp_path, contents):
 
 
 def test_other_versions_records_are_not_imported(tmp_path):
-    """And are counted among those that could not be taken."""
+    """They are listed as mismatched."""
     facts = record().to_facts() | {"asel": 99}
 
     async def scene():
@@ -394,7 +394,7 @@ def test_a_store_is_not_exported_over_itself(tmp_path):
     anyio.run(scene)
 
 
-def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_export_leaves_the_earlier_one(tmp_path, monkeypatch):
     """A full disk costs the export, not the earlier one."""
 
     async def scene():
@@ -415,7 +415,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 def test_a_failing_store_ends_a_batch_with_its_own_error(tmp_path):
-    """One error, not a group of them, however many changes were under way."""
+    """One error, not a group, for any number of changes in progress."""
 
     class Full(InMemory):
         async def put(self, record, *, replace=False, claim=None):
@@ -429,8 +429,8 @@ def test_a_failing_store_ends_a_batch_with_its_own_error(tmp_path):
     anyio.run(scene)
 
 
-def test_stores_take_the_defaults_they_do_not_have():
-    """`StoreDefaults` has what a store need not write itself."""
+def test_stores_without_optional_methods_get_the_defaults():
+    """They are in `StoreDefaults`."""
 
     class Own(InMemory, StoreDefaults):
         pass
@@ -445,7 +445,7 @@ def test_stores_take_the_defaults_they_do_not_have():
 
 @pytest.mark.parametrize("bad", [{"asel": 1, "t": float("nan")}, {"asel": 1, "t": {1, 2}}, {"asel": 1, 2: 3}, {1, 2}])
 def test_invalid_json_costs_an_import_one_record(tmp_path, bad):
-    """Also in a record of another version, which is not looked at otherwise."""
+    """Also in a record of another version."""
 
     async def scene():
         facts = [one.to_facts() for one in many(40)]
@@ -456,7 +456,7 @@ def test_invalid_json_costs_an_import_one_record(tmp_path, bad):
 
 
 def test_a_record_that_is_in_a_document_twice_is_imported_once(tmp_path):
-    """The first counts, and the second is named among the skipped."""
+    """The first is imported, and the second is listed as skipped."""
     first, second = record(1), record(2)
 
     async def scene():
@@ -468,8 +468,8 @@ def test_a_record_that_is_in_a_document_twice_is_imported_once(tmp_path):
     anyio.run(scene)
 
 
-def test_an_export_knows_its_own_store_under_any_name(tmp_path):
-    """A path that leads there by a detour or a link is the same file."""
+def test_an_export_detects_its_own_store_under_any_path(tmp_path):
+    """A link or a detour leads to the same file."""
     (tmp_path / "x").mkdir()
     (tmp_path / "link.json").symlink_to(tmp_path / "c.json")
 
@@ -484,8 +484,8 @@ def test_an_export_knows_its_own_store_under_any_name(tmp_path):
     anyio.run(scene)
 
 
-def test_an_export_is_as_private_as_what_it_replaces(tmp_path):
-    """And leaves one half-written file at most, however often it is killed."""
+def test_an_export_keeps_the_permissions_of_the_file_it_replaces(tmp_path):
+    """It leaves at most one half-written file, even if it is killed repeatedly."""
     path = tmp_path / "export.json"
     path.touch(mode=0o600)
     (tmp_path / ".export.json.tmp").write_text("half")
@@ -501,7 +501,7 @@ def test_an_export_is_as_private_as_what_it_replaces(tmp_path):
 
 
 def test_pages_are_bounded_in_bytes(tmp_path, monkeypatch):
-    """Large records are put, and pruned, a few at a time."""
+    """Large records are put and pruned a few at a time."""
     monkeypatch.setattr(pages, "_MAX_BYTES", 10_000)
     apply, sizes = DocumentStore.apply, []
 

@@ -1,4 +1,4 @@
-"""Collectors that refuse, are slow or go away, over the wire; and programs that fork or close in the midst of it."""
+"""Collectors that refuse, are slow or go away, over the wire; and programs that fork or close meanwhile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fail_a_request():
 
 
 @pytest.mark.timeout(60)
-def test_a_forked_child_opens_connections_of_its_own(monkeypatch):
+def test_a_forked_child_opens_its_own_connections(monkeypatch):
     """Requests of two processes on one connection would be mixed up. For every signal."""
     with receiving() as receiver, configure("service", receiver.endpoint) as telemetry:
         run_in_virtual_time(one_tune)
@@ -75,7 +75,7 @@ def send_one_of_each(telemetry) -> bool:
     ],
 )
 def test_a_batch_is_sent_again_only_if_that_may_help(monkeypatch, caplog, status, requests, why):
-    """A refusal is final. A collector that is slower than the timeout may have taken each request: three at most."""
+    """A refusal is final. A collector that is slower than the timeout gets a batch three times at most."""
     only_traces(monkeypatch)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
     before = dropped("traces", "export_failed")
@@ -96,7 +96,7 @@ def test_a_batch_is_sent_again_only_if_that_may_help(monkeypatch, caplog, status
 
 @pytest.mark.timeout(60)
 def test_items_lost_at_closing_are_in_the_last_metrics(monkeypatch):
-    """They are sent after the queues were given up, with time of their own."""
+    """Metrics are sent after the queues were abandoned, with time of their own."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
     with receiving() as receiver:
         receiver.gated = {"/v1/traces"}
@@ -112,7 +112,7 @@ def test_items_lost_at_closing_are_in_the_last_metrics(monkeypatch):
 
 @pytest.mark.timeout(60)
 def test_a_second_thread_that_closes_waits_and_gets_the_same_answer(monkeypatch):
-    """Not True while the first one is still sending."""
+    """It does not return True while the first thread is still sending."""
     only_traces(monkeypatch)
     results = []
     with receiving() as receiver:
@@ -130,7 +130,7 @@ def test_a_second_thread_that_closes_waits_and_gets_the_same_answer(monkeypatch)
 
 @pytest.mark.timeout(60)
 def test_log_filters_are_removed_after_a_close_that_failed(monkeypatch):
-    """As soon as the last request has ended: its failure may be logged, with the URL."""
+    """When the last request has ended: until then its failure may be logged, with the URL."""
     only_traces(monkeypatch)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
     before = {name: list(logging.getLogger(name).filters) for name in setup._LOGGERS}

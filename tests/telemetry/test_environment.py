@@ -1,4 +1,4 @@
-"""OpenTelemetry's environment variables: honoured, or refused in one sentence, and then nothing is left behind."""
+"""OpenTelemetry's environment variables: used, or refused in one sentence before anything is set up."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def refused(*arguments, **options):
 @pytest.mark.parametrize("name", [*MILLISECONDS, *SIZES, *COUNTS, *CHOICES, *OTHERS])
 @pytest.mark.parametrize("empty", ["", "  "])
 def test_an_empty_variable_counts_as_unset(monkeypatch, caplog, name, empty):
-    """As OpenTelemetry specifies, and without a word in the log."""
+    """As OpenTelemetry specifies, and without a log message."""
     with configure("service", NOBODY) as telemetry:
         unset = str(telemetry)
     monkeypatch.setenv(name, empty)
@@ -149,8 +149,8 @@ def test_an_empty_variable_counts_as_unset(monkeypatch, caplog, name, empty):
 
 @pytest.mark.parametrize("exporter", ["otlp", "none"])
 @pytest.mark.parametrize("value", ["", "nonsense", "sdk_meter_provider"])
-def test_a_meter_provider_in_the_environment_does_not_take_the_place_of_ours(monkeypatch, exporter, value):
-    """The SDK asks for the global one, and so sets it, while its other providers are made."""
+def test_a_meter_provider_in_the_environment_does_not_replace_ours(monkeypatch, exporter, value):
+    """The SDK would set it as a side effect of making the other providers."""
     monkeypatch.setenv("OTEL_PYTHON_METER_PROVIDER", value)
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", exporter)
     before = state()
@@ -160,14 +160,14 @@ def test_a_meter_provider_in_the_environment_does_not_take_the_place_of_ours(mon
     assert_nothing_is_left(before)
 
 
-def test_a_provider_that_is_set_at_the_same_moment_is_noticed(monkeypatch):
-    """OpenTelemetry would log a line, and metrics would go nowhere."""
+def test_a_provider_that_is_set_concurrently_is_an_error(monkeypatch):
+    """OpenTelemetry would only log it, and metrics would be lost."""
     monkeypatch.setattr(metrics, "set_meter_provider", lambda provider: None)
     assert "another provider for metrics was set" in refused(NOBODY)
 
 
 def test_a_credential_provider_makes_the_session(monkeypatch):
-    """Its headers arrive; a provider that fails, or makes something else, is refused."""
+    """Its headers arrive; a provider that fails or returns something else is refused."""
     import requests
 
     def signing():
@@ -205,8 +205,8 @@ class Found:
 
 
 @pytest.mark.parametrize("value", ["nonsense", "a=b,http://me:hunter2@host", "=1"])
-def test_attributes_of_the_resource_are_names_and_values(monkeypatch, value):
-    """The SDK would leave one out, and log it as it is."""
+def test_invalid_resource_attributes_are_refused(monkeypatch, value):
+    """The SDK would omit an invalid one, and log its value."""
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", value)
     assert refused(NOBODY) == ("configure: OTEL_RESOURCE_ATTRIBUTES must be a list of name=value, separated by commas")
 
@@ -221,8 +221,8 @@ def test_attributes_of_the_resource_are_names_and_values(monkeypatch, value):
         ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4096"),
     ],
 )
-def test_a_variable_that_cannot_be_used_is_refused_by_name(monkeypatch, name, value):
-    """The sentence has the variable, its value and what it should be; nothing was set up."""
+def test_an_invalid_variable_is_refused_by_name(monkeypatch, name, value):
+    """The message has the variable, its value and the valid values; nothing is set up."""
     monkeypatch.setenv(name, value)
     message = refused(NOBODY)
     assert message.startswith(f"configure: {name}={value!r} must ")
@@ -230,8 +230,8 @@ def test_a_variable_that_cannot_be_used_is_refused_by_name(monkeypatch, name, va
 
 
 @pytest.mark.parametrize("value", ["some", "1.1", "-0.1", "nan"])
-def test_a_share_of_traces_is_a_share(monkeypatch, value):
-    """It counts only where the sampler has one."""
+def test_an_invalid_share_of_traces_is_refused(monkeypatch, value):
+    """The share is checked only if the sampler uses it."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", value)
     with configure("service", NOBODY):
         pass
@@ -239,8 +239,8 @@ def test_a_share_of_traces_is_a_share(monkeypatch, value):
     assert f"OTEL_TRACES_SAMPLER_ARG={value!r} must be a share of traces, from 0 to 1" in refused(NOBODY)
 
 
-def test_the_numbers_are_honoured(monkeypatch):
-    """What is accepted reaches what it is meant for."""
+def test_numbers_reach_their_components(monkeypatch):
+    """Each valid number is used by the object that it configures."""
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1500")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
     monkeypatch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "250")
@@ -256,7 +256,7 @@ def test_the_numbers_are_honoured(monkeypatch):
 
 
 def test_variables_of_unsent_signals_are_not_checked(monkeypatch):
-    """A signal that goes nowhere, or that the application sets up itself, is not asked about."""
+    """A signal without a destination, or with the application's provider, needs no valid variables."""
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "nonsense")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     with configure("service", NOBODY) as telemetry:
@@ -265,7 +265,7 @@ def test_variables_of_unsent_signals_are_not_checked(monkeypatch):
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/json"])
 @pytest.mark.parametrize("middle", ["", "TRACES_", "METRICS_", "LOGS_"])
-def test_another_protocol_is_refused_with_what_to_do(monkeypatch, middle, protocol):
+def test_another_protocol_is_refused_with_the_fix(monkeypatch, middle, protocol):
     """asel sends over HTTP; another protocol in the environment is refused, not ignored."""
     monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{middle}PROTOCOL", protocol)
     message = refused(NOBODY)
@@ -274,8 +274,8 @@ def test_another_protocol_is_refused_with_what_to_do(monkeypatch, middle, protoc
     assert "4318" in message
 
 
-def test_a_signals_own_protocol_hides_the_shared_one(monkeypatch):
-    """Where every signal has one that works, the shared one does not count."""
+def test_a_signals_own_protocol_takes_precedence(monkeypatch):
+    """If every signal has a supported protocol, the shared variable is ignored."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     for signal in SIGNALS:
         monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "http/protobuf")
@@ -286,7 +286,7 @@ def test_a_signals_own_protocol_hides_the_shared_one(monkeypatch):
 @pytest.mark.parametrize("exporter", ["zipkin", "otlp,none", "prometheus", "console,jaeger"])
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_an_exporter_that_asel_does_not_have_is_refused(monkeypatch, signal, exporter):
-    """Whether or not there is an endpoint."""
+    """With or without an endpoint."""
     monkeypatch.setenv(f"OTEL_{signal}_EXPORTER", exporter)
     sentence = f"configure: OTEL_{signal}_EXPORTER={exporter!r} must be otlp, console or none"
     assert refused(NOBODY).startswith(sentence)
@@ -294,7 +294,7 @@ def test_an_exporter_that_asel_does_not_have_is_refused(monkeypatch, signal, exp
 
 
 def test_the_console_exporters_write_to_stderr(monkeypatch, capsys):
-    """Also without an endpoint. stdout is the program's own."""
+    """Also without an endpoint. stdout belongs to the program."""
     for signal in SIGNALS:
         monkeypatch.setenv(f"OTEL_{signal}_EXPORTER", "console")
     with configure("service") as telemetry:
@@ -312,7 +312,7 @@ def test_the_console_exporters_write_to_stderr(monkeypatch, capsys):
 
 
 def test_two_exporters_get_the_same(monkeypatch, capsys):
-    """`otlp,console`: the collector gets what is printed."""
+    """`otlp,console`: the collector gets the telemetry that is printed."""
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp,console")
     with receiving() as receiver:
         with configure("service", receiver.endpoint) as telemetry:
@@ -324,7 +324,7 @@ def test_two_exporters_get_the_same(monkeypatch, capsys):
 
 
 def test_an_exporter_by_name_needs_no_endpoint(monkeypatch):
-    """`otlp` alone means the collector on this machine, as OpenTelemetry has it."""
+    """`otlp` alone means the collector on this machine, as OpenTelemetry specifies."""
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     with configure("service") as telemetry:
         assert "traces: to http://localhost:4318/v1/traces" in str(telemetry)
@@ -336,7 +336,7 @@ def test_an_exporter_by_name_needs_no_endpoint(monkeypatch):
     ["127.0.0.1:4318", "htp://host", "http://", "http://host:port", "http://host:70000", "http://[::1", "http://a/b@c"],
 )
 def test_an_endpoint_that_is_not_a_url_is_refused(monkeypatch, endpoint):
-    """Given by the caller or by the environment."""
+    """From the caller or from the environment."""
     assert refused(endpoint).startswith("configure: the endpoint must be a URL like http://")
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"):
         with monkeypatch.context() as patch:
@@ -345,7 +345,7 @@ def test_an_endpoint_that_is_not_a_url_is_refused(monkeypatch, endpoint):
 
 
 def test_a_query_stays_behind_the_path():
-    """Some collectors want a parameter; the signal's path goes before it. No value is shown: it may be a token."""
+    """The signal's path is inserted before the query. No value is shown, since it may be a token."""
     with receiving() as receiver, configure("service", f"{receiver.endpoint}/prefix/?tenant=a&x=1&flag") as telemetry:
         assert f"{receiver.endpoint}/prefix/v1/traces?tenant=***&x=***&flag" in str(telemetry)
 
@@ -378,8 +378,8 @@ STEPS = [
 
 @pytest.mark.parametrize("when", ["before it", "after it"])
 @pytest.mark.parametrize(("module", "name", "nth"), STEPS, ids=[f"{name} {nth}" for _, name, nth in STEPS])
-def test_whatever_fails_on_the_way_everything_is_undone(monkeypatch, tmp_path, module, name, nth, when):
-    """No provider, no thread, no open file, no configuration of structlog, no filter is left."""
+def test_a_failure_at_any_step_undoes_everything(monkeypatch, tmp_path, module, name, nth, when):
+    """No provider, thread, open file, structlog configuration or filter is left."""
     original, calls = getattr(module, name), []
 
     def failing(*arguments, **options):
@@ -402,7 +402,7 @@ def test_whatever_fails_on_the_way_everything_is_undone(monkeypatch, tmp_path, m
 
 
 def test_a_file_that_cannot_be_opened_undoes_everything(tmp_path):
-    """The last thing that depends on the world outside."""
+    """Opening the file is the last step that may fail."""
     before = state()
     with pytest.raises(IsADirectoryError):
         configure("service", NOBODY, file=tmp_path)
@@ -411,7 +411,7 @@ def test_a_file_that_cannot_be_opened_undoes_everything(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_a_log_record_has_the_time_of_its_event(real_backend, tmp_path):
-    """However late the telemetry thread gets to it: in OTLP, in the file, and between the two."""
+    """In OTLP and in the file, however late the telemetry thread writes it."""
 
     async def main():
         tuner, _ = scripted(dict.fromkeys(COSTS, 0.0))
@@ -441,7 +441,7 @@ def test_a_log_record_has_the_time_of_its_event(real_backend, tmp_path):
 
 
 def test_the_standard_logger_has_the_time_of_the_event(caplog):
-    """`created`, and what is derived from it."""
+    """In `created` and in the attributes derived from it."""
     caplog.set_level(logging.INFO, logger="asel")
     epoch_ns = 1_700_000_000_250_000_000
     StructlogSink().emit_at(Closed(key=None, start=1.5, end=1.5, cancelled=0, abandoned=()), epoch_ns)
@@ -452,7 +452,7 @@ def test_the_standard_logger_has_the_time_of_the_event(caplog):
 
 
 def test_an_applications_own_entries_stay_log_records():
-    """A body, and no event name: only asel's own are events."""
+    """They have a body and no event name: only asel's entries are events."""
     with receiving() as receiver:
         with configure("service", receiver.endpoint) as telemetry:
             structlog.get_logger().warning("disk is nearly full", free_bytes=7)

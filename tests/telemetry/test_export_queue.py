@@ -1,4 +1,4 @@
-"""The queue behind a slow collector: which items are kept and dropped, and that the numbers add up."""
+"""The queue behind a slow collector: which items are kept and dropped, and that the counts are exact."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def tunes_among_hits(hits=HITS):
 
 @pytest.mark.timeout(60)
 def test_a_slow_collector_gets_every_tune_and_drops_are_counted(caplog):
-    """50 tunes among 4,000 hits while no request is answered: hits are dropped, and counted; nothing else is."""
+    """Of 50 tunes among 4,000 hits, only hits are dropped and counted while no request is answered."""
     before, in_all = dropped("traces", "queue_full"), dropped("traces", "queue_full", "export_failed", "closed")
     with receiving() as receiver:
         receiver.gate.clear()
@@ -89,8 +89,8 @@ def test_a_slow_collector_gets_every_tune_and_drops_are_counted(caplog):
 
 
 @pytest.mark.timeout(60)
-def test_log_records_are_dropped_from_the_least_on(monkeypatch):
-    """Warnings and what asel tells of tunes are kept; an application's information is not, and is counted."""
+def test_log_records_are_dropped_lowest_rank_first(monkeypatch):
+    """Warnings and asel's own records are kept; the application's other records are dropped and counted."""
     monkeypatch.setenv("OTEL_BLRP_MAX_QUEUE_SIZE", "16")
     before = dropped("logs", "queue_full")
     with receiving() as receiver:
@@ -114,7 +114,7 @@ def test_log_records_are_dropped_from_the_least_on(monkeypatch):
 
 @pytest.mark.timeout(60)
 def test_closing_keeps_its_deadline_and_reports_unsent_items(caplog):
-    """A collector that never answers costs the deadline; every span and record is in the count and the warning."""
+    """With a collector that never answers, the count and the warning include every unsent item."""
     before = {signal: dropped(signal, "closed") for signal in ("traces", "logs")}
     with receiving() as receiver:
         receiver.gate.clear()
@@ -173,7 +173,7 @@ def held_up(wire, **limits):
 
 
 def test_each_rank_has_its_own_bound_and_drops_its_own_oldest():
-    """However many hits come, they displace hits only."""
+    """Hits displace only hits."""
     wire = RedisConnection()
     queue = held_up(wire)
     before = dropped("traces", "queue_full")
@@ -192,8 +192,8 @@ def test_each_rank_has_its_own_bound_and_drops_its_own_oldest():
     ]
 
 
-def test_memory_is_bounded_whatever_comes():
-    """A collector that never comes back costs at most 23 times the queue's size."""
+def test_memory_is_bounded():
+    """If the collector never comes back, 23 times the queue's size is the maximum."""
     wire = RedisConnection()
     queue = held_up(wire)
     for number in range(5000):
@@ -206,7 +206,7 @@ def test_memory_is_bounded_whatever_comes():
 
 
 def test_a_trace_with_a_tune_is_kept_whole():
-    """Its hits and its request outlast others', whether they came before the tune's span or after it."""
+    """Its hits and requests are kept longer than others, whether they end before or after the tune's span."""
     wire = RedisConnection()
     queue = held_up(wire)
     queue.put("its hit, before", Rank.HIT, trace=7)
@@ -225,7 +225,7 @@ def test_a_trace_with_a_tune_is_kept_whole():
 
 
 def test_vital_items_are_sent_again_and_the_rest_counts_as_failed():
-    """A collector that was away for a moment gets the tunes; the hits of that moment are lost, and counted."""
+    """After a short outage the collector gets the tunes; the other items are lost and counted."""
     wire = RedisConnection(failing=2)
     queue = held_up(wire, batch_size=20, delay_s=0.01)
     before = dropped("traces", "export_failed")
@@ -240,8 +240,8 @@ def test_vital_items_are_sent_again_and_the_rest_counts_as_failed():
 @pytest.mark.parametrize(
     ("outcome", "attempts"), [(Outcome.UNREACHED, 5), (Outcome.UNANSWERED, 3), (Outcome.REFUSED, 1)]
 )
-def test_a_batch_that_fails_again_and_again_does_not_stay_for_ever(outcome, attempts):
-    """A slow collector may have taken it each time, and a refusal is final. It is dropped, and counted."""
+def test_a_batch_that_fails_repeatedly_is_dropped(outcome, attempts):
+    """A slow collector may have accepted it each time, and a refusal is final. The loss is counted."""
     wire = RedisConnection(failing=1000, outcome=outcome)
     before = dropped("traces", "export_failed")
     queue = ExportQueue("traces", wire.send, Limits(queue_size=10, batch_size=5, delay_s=1000))
@@ -253,7 +253,7 @@ def test_a_batch_that_fails_again_and_again_does_not_stay_for_ever(outcome, atte
 
 
 def test_items_that_are_sent_again_do_not_exceed_the_bound():
-    """What was queued meanwhile stays, and the batch that finds no room is lost."""
+    """Items that were queued meanwhile stay, and the batch without room is lost."""
     wire = RedisConnection(failing=1)
     queue = ExportQueue("traces", wire.send, Limits(queue_size=1, batch_size=16, delay_s=1000))
     before = dropped("traces", "export_failed")
@@ -292,8 +292,8 @@ def test_an_exporter_that_raises_does_not_end_the_thread(caplog, error):
     ]
 
 
-def test_a_refusal_is_reported_as_one_and_not_again_with_each_batch(caplog):
-    """A collector that answers 401 keeps up well. The number comes when a batch has arrived."""
+def test_a_refusal_is_reported_once(caplog):
+    """A collector that answers 401 is not slow. The number of drops is logged after a batch has arrived."""
     wire = RedisConnection(failing=3, outcome=Outcome.REFUSED)
     wire.gate.set()
     queue = ExportQueue("logs", wire.send, Limits(queue_size=10, batch_size=10, delay_s=1000))
@@ -308,7 +308,7 @@ def test_a_refusal_is_reported_as_one_and_not_again_with_each_batch(caplog):
 
 
 def test_closing_reports_each_loss_once(caplog):
-    """What was dropped before, and what was unsent."""
+    """Earlier drops, and unsent items."""
     wire = RedisConnection()
     queue = held_up(wire)
     for number in range(13):
@@ -336,7 +336,7 @@ def test_a_flush_does_not_wait_for_later_items():
 
 
 def test_items_after_closing_are_counted_and_start_no_thread():
-    """A tracer that outlives its provider does no harm."""
+    """A tracer that outlives its provider is harmless."""
     wire = RedisConnection()
     queue = ExportQueue("traces", wire.send, Limits(queue_size=10, batch_size=1, delay_s=1000))
     before = dropped("traces", "closed")
@@ -348,7 +348,7 @@ def test_items_after_closing_are_counted_and_start_no_thread():
 
 
 def test_spans_are_ranked_by_kind_tier_and_error():
-    """Hits first, then what an application does, then tunes and whatever failed."""
+    """Hits are lowest, then the application's spans, then tunes and errors."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -371,8 +371,8 @@ def test_spans_are_ranked_by_kind_tier_and_error():
     assert rank("GET /generate", error=True) == rank("asel.choose", error=True, tier="memory") == Rank.VITAL
 
 
-def test_only_sampled_spans_are_exported_and_no_instrumentation_sees_it():
-    """An instrumented HTTP client would make a span of each export, and so another export."""
+def test_exports_are_not_instrumented_and_only_sampled_spans_are_sent():
+    """An instrumented HTTP client would make a span for each export, and so another export."""
     from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, get_value
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider, sampling
@@ -407,8 +407,8 @@ def test_only_sampled_spans_are_exported_and_no_instrumentation_sees_it():
 
 
 @pytest.mark.timeout(60)
-def test_a_forked_child_has_an_empty_queue_and_a_thread_of_its_own():
-    """What the parent queued, the parent sends."""
+def test_a_forked_child_has_an_empty_queue_and_its_own_thread():
+    """The parent sends its queued items."""
     wire = RedisConnection()
     queue = held_up(wire)
     queue.put("the parent's", Rank.VITAL)
@@ -434,7 +434,7 @@ def test_a_forked_child_has_an_empty_queue_and_a_thread_of_its_own():
 
 
 def test_no_thread_is_left_when_a_queue_is_closed():
-    """And none is started before there is something to send."""
+    """No thread is started before the first item."""
     before = set(threading.enumerate())
     wire = RedisConnection()
     wire.gate.set()

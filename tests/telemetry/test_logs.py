@@ -1,4 +1,4 @@
-"""Whole log entries, and whose configuration counts."""
+"""Whole log entries, with each configuration of logging."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def tune_and_hit(sinks, errors=None):
 @pytest.mark.anyio
 @pytest.mark.parametrize("way", ["at once", "through a pipeline"])
 async def test_every_entry_of_a_tune_and_a_hit(way):
-    """One name for each kind, facts as keys, the caller's own context variables, a level that makes sense."""
+    """Each kind of event has its name, facts as keys, the caller's context variables and a suitable level."""
     captured = CapturedTelemetry(pipeline=Pipeline() if way == "through a pipeline" else None)
     with use_span(NonRecordingSpan(REQUEST)):
         await tune_and_hit(captured.sinks, {Blocks(2): ValueError("too large")})
@@ -171,21 +171,21 @@ LEVELS = {
 }
 
 
-def test_levels():
-    """Hits are for debugging, tunes for information, failures a warning, a call without an answer an error."""
+def test_levels_follow_the_kind_of_event():
+    """Hits are debug, tunes info, failures warning, and calls without an answer error."""
     found = {kind.name: kind.severity for kind in kinds_of_events()}
     assert found == {name: level for level, names in LEVELS.items() for name in names.split()}
 
 
-def test_a_library_prints_nothing_by_itself(capfd):
-    """Neither structlog nor the standard library has been configured: silence."""
+def test_nothing_is_printed_without_configuration(capfd):
+    """If neither structlog nor the standard library is configured."""
     run_in_virtual_time(tune_and_hit, None)
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
 
 
-def test_the_standard_logger_gets_entries_once_it_is_asked_to(caplog):
-    """Where structlog is not configured, logging.getLogger("asel") is the way."""
+def test_the_standard_logger_gets_entries_once_its_level_is_set(caplog):
+    """If structlog is not configured, entries go to logging.getLogger("asel")."""
     caplog.set_level(logging.DEBUG, logger="asel")
     run_in_virtual_time(tune_and_hit, [DeferredSinks([StructlogSink()], None)])
     records = [record for record in caplog.records if record.name == "asel"]
@@ -228,7 +228,7 @@ def made(kind: type[events.Event], key: CacheKey | None) -> events.Event:
 
 @pytest.mark.parametrize("kind", kinds_of_events(), ids=lambda kind: kind.name)
 def test_the_body_of_a_log_record_is_a_sentence(kind):
-    """It names the call, and the device once; it is one line that fits a screen, whatever a compiler said."""
+    """It has the call and the device, on one line of bounded length."""
     told = sentence(made(kind, CacheKey(DEVICE, "toy@v1", "abc", "x=f32[8,128]")))
     assert told.count("NVIDIA H100") == (1 if told.startswith("toy@v1(x=f32[8,128]) on NVIDIA H100: ") else 0)
     assert len(told) <= MAX_SENTENCE_CHARS
@@ -257,7 +257,7 @@ def test_structlog_over_the_standard_library_works(caplog):
     assert (entries[0]["request"], entries[0]["level"], entries[0]["logger"]) == ("r1", "info", "asel")
 
 
-def test_the_applications_configuration_is_left_alone_and_a_new_one_is_noticed(capsys):
+def test_structlogs_configuration_is_followed_and_never_changed(capsys):
     """asel reads structlog's configuration, and never writes it."""
     sink = StructlogSink()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
@@ -271,7 +271,7 @@ def test_the_applications_configuration_is_left_alone_and_a_new_one_is_noticed(c
 
 
 def test_hits_are_logged_only_at_level_debug():
-    """A hit that no logger wants is not even queued."""
+    """If no logger is enabled for them, they are not even queued."""
     entries = []
     for level, expected in ((logging.INFO, False), (logging.DEBUG, True)):
         wrapper = structlog.make_filtering_bound_logger(level)

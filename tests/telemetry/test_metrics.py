@@ -28,7 +28,7 @@ OP = ("asel.op", "toy@v1")
 
 @pytest.mark.anyio
 async def test_measurements_of_a_tune_with_waiters():
-    """Every metric has the agreed name and no label but the agreed ones."""
+    """Every metric has its documented name and labels."""
     captured = CapturedTelemetry(pipeline=Pipeline())
     script = {"run_errors": {Blocks(2): ValueError("no")}, "compile_s": 1.0}
     async with chain_of(captured, script=script, persistent=Store(0.5)) as chain:
@@ -71,8 +71,8 @@ def instrument(metric) -> str:
 
 
 @pytest.mark.anyio
-async def test_an_op_without_a_tune_has_none_in_flight():
-    """Zero is reported: a graph without a line does not say whether anyone waits."""
+async def test_an_op_without_a_tune_reports_zero():
+    """A graph without a line would not show whether callers wait."""
     captured = CapturedTelemetry()
     async with chain_of(captured, policy=AutotunePolicy(allow_autotune=False)) as chain:
         await request(captured, chain)
@@ -80,8 +80,8 @@ async def test_an_op_without_a_tune_has_none_in_flight():
 
 
 @pytest.mark.anyio
-async def test_a_slow_bucket_leads_to_a_trace():
-    """Durations are recorded with the event's own span current, so that they can be exemplars."""
+async def test_a_slow_bucket_links_to_a_trace():
+    """Durations are recorded with the event's span as the current span, so that they can be exemplars."""
     captured = CapturedTelemetry()
     async with chain_of(captured) as chain:
         await request(captured, chain)
@@ -93,7 +93,7 @@ async def test_a_slow_bucket_leads_to_a_trace():
 
 
 def test_durations_have_buckets_from_a_microsecond_to_five_minutes():
-    """The SDK's own begin at five seconds, of which a hit is a millionth."""
+    """The SDK's default buckets begin at five seconds, and a hit takes microseconds."""
     captured = CapturedTelemetry()
     [deferred] = captured.sinks
     captured_sink = deferred.routes[1].sink
@@ -127,13 +127,13 @@ def test_durations_have_buckets_from_a_microsecond_to_five_minutes():
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_error_type_is_there_on_failure_only(event, expected):
-    """A label that is always there would double every series."""
+def test_error_type_is_a_label_of_failures_only(event, expected):
+    """Otherwise it would double every series."""
     assert list(_durations(event)) == expected
 
 
 def test_waiting_for_a_compile_slot_is_not_compile_time():
-    """A candidate that was lowered ahead of its turn is compiled in two steps; its metric is the work of both."""
+    """A candidate that is lowered in advance is compiled in two steps; the metric has their sum."""
     facts = {"tune_id": "1", "index": 0, "cfg": Blocks(1), "median_s": 0.1, "samples": 3}
     event = CandidateMeasured(key=KEY, start=0.0, end=9.0, compile_s=2.0, compiled=((0.0, 1.0), (4.0, 5.0)), **facts)
     [(name, seconds, labels)] = _durations(event)
@@ -141,8 +141,8 @@ def test_waiting_for_a_compile_slot_is_not_compile_time():
 
 
 @pytest.mark.timeout(60)
-def test_counts_are_exact_whichever_threads_count():
-    """No addition is lost and none is counted twice, also while someone looks."""
+def test_counts_are_exact_across_threads():
+    """No addition is lost or counted twice, even while the counters are read."""
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -188,7 +188,7 @@ async def test_every_answer_is_counted_even_if_its_event_is_dropped():
 
 @pytest.mark.anyio
 async def test_one_in_64_hits_from_the_fast_lane_is_timed():
-    """A histogram costs more than a hit; the tier's quantiles need not all of them."""
+    """A histogram costs more than a hit, and quantiles need only a sample."""
     captured = CapturedTelemetry()
     async with chain_of(captured) as chain:
         await chain.choose(call(), TOY)
@@ -200,7 +200,7 @@ async def test_one_in_64_hits_from_the_fast_lane_is_timed():
 
 
 @pytest.mark.anyio
-async def test_a_chain_that_is_gone_is_not_looked_at():
+async def test_metrics_do_not_keep_a_selector_alive():
     """Metrics hold no chain alive."""
     captured = CapturedTelemetry()
     [deferred] = captured.sinks

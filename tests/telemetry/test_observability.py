@@ -1,4 +1,4 @@
-"""What is configured beside the code says what the code says: names, wiring, rules, dashboard."""
+"""The configuration in observability/ agrees with the code: names, wiring, rules, dashboard."""
 
 from __future__ import annotations
 
@@ -141,14 +141,14 @@ def labels_of(expr: Any) -> frozenset[str]:
 
 
 def test_every_metric_has_an_instrument_and_a_unit():
-    """A name alone does not tell what Prometheus will call it."""
+    """Prometheus' names are derived from them."""
     assert list(INSTRUMENTS) == list(METRICS)
     for metric, (kind, unit) in INSTRUMENTS.items():
         assert metric.endswith(".duration") == (kind == "histogram") == (unit == "s")
 
 
 def test_the_collector_names_series_as_the_dashboard_does():
-    """Kind and unit go into the name; the collector's configuration says so."""
+    """The collector's configuration adds kind and unit to the name."""
     assert prometheus_series("asel.selections") == {
         "asel_selections_total": {"job", "instance", "asel_op", "asel_tier"}
     }
@@ -167,7 +167,7 @@ def test_the_collector_names_series_as_the_dashboard_does():
 
 @pytest.mark.parametrize("expr", EXPRESSIONS.values(), ids=EXPRESSIONS)
 def test_an_expression_uses_only_names_that_exist(expr):
-    """It parses, and every series, label and grouping in it is one that asel emits or a rule records."""
+    """It parses, and asel emits, or a rule records, every series, label and grouping in it."""
     labels_of(promql.parse(expr))
 
 
@@ -193,7 +193,7 @@ def test_a_wrong_name_is_found(wrong):
 
 @pytest.mark.timeout(60)  # another process loads JAX and tunes
 def test_a_real_run_has_exactly_these_series():
-    """What asel's own sinks send through the SDK is called, and labelled, as it is called here."""
+    """The names and labels that asel's sinks send through the SDK are those documented here."""
     command = [sys.executable, "-m", "support.busy_service"]
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(
@@ -205,8 +205,8 @@ def test_a_real_run_has_exactly_these_series():
     assert found == {name: labels - TARGET_LABELS for name, labels in SERIES.items()}
 
 
-def test_every_metric_is_looked_at():
-    """A metric that no panel and no rule uses is one nobody needs."""
+def test_every_metric_is_used():
+    """By a panel or a rule."""
     used = "\n".join(EXPRESSIONS.values())
     for metric in METRICS:
         assert any(series in used for series in prometheus_series(metric)), metric
@@ -215,8 +215,8 @@ def test_every_metric_is_looked_at():
 
 
 @pytest.mark.parametrize("title", PANELS)
-def test_a_panel_says_what_it_shows_and_where_to_look_next(title):
-    """Legends and links use labels their query returns, links lead to spans and tags that exist."""
+def test_a_panel_has_a_description_and_working_links(title):
+    """Legends and links use labels of their query; links lead to existing spans and tags."""
     panel = PANELS[title]
     assert panel["description"]
     returned = []
@@ -262,7 +262,7 @@ def test_every_question_has_a_panel():
     ]
 
 
-def test_the_variables_ask_for_series_and_labels_that_exist():
+def test_the_variables_use_series_and_labels_that_exist():
     """`label_values(series, label)`, for a series and a label of asel's."""
     for variable in DASHBOARD["templating"]["list"]:
         selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]).groups()
@@ -270,14 +270,14 @@ def test_the_variables_ask_for_series_and_labels_that_exist():
         assert variable["datasource"]["uid"] == "asel-prometheus"
 
 
-def test_the_dashboard_is_what_its_script_makes():
-    """The JSON is checked in for Grafana; its source is the script."""
+def test_the_dashboard_matches_its_script():
+    """Grafana reads the JSON; its source is the script."""
     made = runpy.run_path(str(FOLDER / "grafana/dashboard.py"))["written"]()
     assert made == (FOLDER / "grafana/dashboards/asel.json").read_text(), "run observability/grafana/dashboard.py"
 
 
 def test_the_sampler_keeps_errors_tunes_and_waiters():
-    """What it looks for in a span is what asel puts there."""
+    """Its conditions use attributes that asel sets."""
     policies = {policy["name"]: policy for policy in COLLECTOR["processors"]["tail_sampling"]["policies"]}
     assert list(policies) == ["errors", "tunes", "waiters", "a-share-of-hits"]
     assert policies["errors"]["status_code"]["status_codes"] == ["ERROR"]
@@ -293,8 +293,8 @@ def test_the_sampler_keeps_errors_tunes_and_waiters():
         assert set(attributes) <= set(ATTRIBUTES)
 
 
-def test_a_decision_waits_for_the_longest_tune():
-    """A tune's span comes when the tune is over: up to `tune_budget_s` after its first candidate's."""
+def test_the_sampling_decision_waits_for_the_longest_tune():
+    """A tune's span ends up to `tune_budget_s` after its first candidate's."""
     from asel import AutotunePolicy
 
     wait_s = float(COLLECTOR["processors"]["tail_sampling"]["decision_wait"].removesuffix("s"))
@@ -311,7 +311,7 @@ def test_a_decision_waits_for_the_longest_tune():
         "grafana/dashboards/asel.json",
     ],
 )
-def test_prose_names_nothing_that_does_not_exist(name):
+def test_prose_uses_only_names_that_exist(name):
     """Each `asel.something` in configuration and instructions is a span, an attribute, a metric or a log's event."""
     logged = {
         f"asel.{kind.name}" for kind in vars(events).values() if hasattr(kind, "name") and kind is not events.Event
@@ -324,8 +324,8 @@ def test_prose_names_nothing_that_does_not_exist(name):
 
 
 @pytest.mark.parametrize("config", [COLLECTOR, JAEGER], ids=["collector", "jaeger"])
-def test_pipelines_use_what_is_defined_and_all_of_it(config):
-    """A component that is named and not defined stops the program; one that is defined and not named does nothing."""
+def test_pipelines_use_exactly_the_defined_components(config):
+    """A component that is used and not defined stops the collector; a component that is not used does nothing."""
     pipelines = config["service"]["pipelines"].values()
     for kind in ("receivers", "processors", "exporters"):
         used = {name for pipeline in pipelines for name in pipeline.get(kind, [])}
@@ -334,14 +334,14 @@ def test_pipelines_use_what_is_defined_and_all_of_it(config):
 
 
 def test_the_collector_limits_memory_first_and_batches_last():
-    """What is refused must be refused before it is kept; what is sampled must be sampled before it is batched."""
+    """Data must be refused before it is kept, and sampled before it is batched."""
     pipelines = COLLECTOR["service"]["pipelines"]
     assert pipelines["traces"]["processors"] == ["memory_limiter", "tail_sampling", "batch"]
     assert pipelines["metrics"]["processors"] == pipelines["logs"]["processors"] == ["memory_limiter", "batch"]
 
 
-def test_the_collector_takes_every_signal_that_asel_sends():
-    """`asel demo --otlp` sends three; a receiver without a pipeline for one answers 404, and the SDK complains."""
+def test_the_collector_accepts_every_signal_that_asel_sends():
+    """A receiver without a pipeline for a signal answers 404."""
     for pipeline in ("traces", "metrics", "logs"):
         assert COLLECTOR["service"]["pipelines"][pipeline]["receivers"] == ["otlp"]
 
@@ -389,14 +389,14 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 
 
 def test_compose_fits_its_schema():
-    """The schema comes with check-jsonschema: no network."""
+    """The schema comes with check-jsonschema, without a network."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     result = subprocess.run([*command, FOLDER / "compose.yaml"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_container_is_pinned_private_and_asked_for_its_health(name):
+def test_a_container_is_pinned_private_and_health_checked(name):
     """An exact version, ports on loopback, a health check, read-only configuration that exists, no secrets."""
     service = SERVICES[name]
     assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+\.\d+", service["image"])
@@ -414,7 +414,7 @@ def test_a_container_is_pinned_private_and_asked_for_its_health(name):
     assert not {"privileged", "network_mode", "env_file", "secrets", "build"} & set(service)
 
 
-def test_grafana_finds_what_it_is_given():
+def test_grafana_finds_its_dashboard():
     """Provider, home dashboard and mounts name the same folder."""
     (provider,) = load("grafana/provisioning/dashboards/dashboards.yaml")["providers"]
     inside = provider["options"]["path"]
@@ -423,8 +423,8 @@ def test_grafana_finds_what_it_is_given():
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_says_what_is_wrong_and_what_to_do(name):
-    """Summary, description, severity and a section of the README; templates use labels the alert has."""
+def test_an_alert_has_a_summary_a_description_and_instructions(name):
+    """It has a severity and a section of the README; templates use labels that the alert has."""
     alert = ALERTS[name]
     notes = alert["annotations"]
     assert set(notes) == {"summary", "description", "runbook"}
@@ -439,7 +439,7 @@ def test_an_alert_says_what_is_wrong_and_what_to_do(name):
 
 
 def test_the_readme_has_a_section_for_each_alert_and_no_other():
-    """An alert that is renamed takes its section along."""
+    """A renamed alert needs a renamed section."""
     assert re.findall(r"^### (Asel\w+)$", README, re.MULTILINE) == list(ALERTS)
     for title in re.findall(r"dashboard's\s+\*([^*]+)\*", README):
         assert title in PANELS
@@ -479,8 +479,8 @@ CHECKS = [
     CHECKS if PROMTOOL else [None],
     ids=" ".join if PROMTOOL else lambda _: "promtool is not installed, so no rule was evaluated",
 )
-def test_promtool_agrees(arguments):
-    """Configuration and rules are valid, and the alerts fire and stay silent as their tests say."""
+def test_promtool_accepts_configuration_and_rules(arguments):
+    """The alerts fire and stay silent as their tests expect."""
     if arguments is None:
         assert PROMETHEUS["rule_files"] == ["rules.yaml"]
         return

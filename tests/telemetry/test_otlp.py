@@ -1,4 +1,4 @@
-"""Over the wire: `configure`, real exporters, a real receiver, and collectors that are none."""
+"""Over the wire: `configure`, real exporters, a real receiver, and faulty collectors."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ async def three_callers_and_a_hit():
 
 
 @pytest.mark.timeout(60)
-def test_a_tune_its_waiters_and_a_hit_arrive_with_their_links_attributes_and_times():
-    """What a collector gets is what happened, through every part that is used in production."""
+def test_traces_arrive_with_links_attributes_and_times():
+    """A tune, its waiters and a hit, through all the parts that production uses."""
     with receiving() as receiver:
         with configure("service", receiver.endpoint) as telemetry:
             run_in_virtual_time(three_callers_and_a_hit)
@@ -114,8 +114,8 @@ def _closed_within(endpoint: str, limit_s: float) -> bool:
 
 
 @pytest.mark.timeout(60)
-def test_a_dead_collector_harms_no_selection_and_closing_keeps_its_deadline():
-    """Nobody listens there."""
+def test_a_dead_collector_delays_no_selection_and_closing_is_bounded():
+    """Connections are refused."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -123,8 +123,8 @@ def test_a_dead_collector_harms_no_selection_and_closing_keeps_its_deadline():
 
 
 @pytest.mark.timeout(60)
-def test_a_black_hole_harms_no_selection_and_closing_keeps_its_deadline():
-    """Connections are taken, and nothing is ever said."""
+def test_a_silent_collector_delays_no_selection_and_closing_is_bounded():
+    """Connections are accepted and never answered."""
     with socket.socket() as hole:
         hole.bind(("127.0.0.1", 0))
         hole.listen()
@@ -132,8 +132,8 @@ def test_a_black_hole_harms_no_selection_and_closing_keeps_its_deadline():
 
 
 @pytest.mark.timeout(60)
-def test_a_slow_collector_harms_no_selection_and_gets_it_all_in_the_end():
-    """An answer that takes longer than the deadline is not waited for; what was sent arrives."""
+def test_a_slow_collector_delays_no_selection_and_gets_everything():
+    """Closing does not wait for a late answer, and the data arrives."""
     with receiving() as receiver:
         receiver.gate.clear()
         assert _closed_within(receiver.endpoint, 5.0) is False
@@ -142,8 +142,8 @@ def test_a_slow_collector_harms_no_selection_and_gets_it_all_in_the_end():
 
 
 @pytest.mark.timeout(60)
-def test_a_slow_collector_behind_the_applications_own_processor_delays_no_selection():
-    """asel waits for its own queue, within a bound, and never flushes or shuts down what is not its own."""
+def test_a_slow_application_processor_delays_no_selection():
+    """asel waits only for its own queue, within a bound, and neither flushes nor shuts down the application's."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
@@ -183,7 +183,7 @@ def test_a_slow_collector_behind_the_applications_own_processor_delays_no_select
 
 
 def test_configure_reports_its_changes_and_undoes_them(tmp_path):
-    """A person who set up nothing reads what is set up now, and afterwards nothing is."""
+    """Printing it lists the set-up, and closing removes all of it."""
     log = tmp_path / "asel.jsonl"
     with receiving() as receiver:
         telemetry = configure("service", receiver.endpoint, file=log)
@@ -205,7 +205,7 @@ def test_configure_reports_its_changes_and_undoes_them(tmp_path):
     assert {"trace_id", "span_id", "timestamp", "level", "op_id"} <= entries[0].keys()
 
 
-def test_it_can_be_set_up_again_after_it_was_closed():
+def test_configure_works_again_after_closing():
     """Undone is undone: the second time is like the first."""
     for _ in range(2):
         with receiving() as receiver:
@@ -217,7 +217,7 @@ def test_it_can_be_set_up_again_after_it_was_closed():
 
 
 def test_the_console_gets_readable_lines(capsys):
-    """Without a collector, too."""
+    """Also without a collector."""
     with configure("service", console=True) as telemetry:
         assert "structlog: to the console, from info on" in str(telemetry)
         assert "traces: nowhere, there is no endpoint" in str(telemetry)
@@ -225,8 +225,8 @@ def test_the_console_gets_readable_lines(capsys):
     assert "asel.autotune_finish" in capsys.readouterr().err
 
 
-def test_the_environment_of_opentelemetry_counts(monkeypatch):
-    """Endpoint, name, sampler and exporters are an operator's to choose."""
+def test_opentelemetrys_variables_are_used(monkeypatch):
+    """An operator chooses endpoint, name, sampler and exporters."""
     with receiving() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         monkeypatch.setenv("OTEL_SERVICE_NAME", "from the environment")
@@ -247,7 +247,7 @@ def test_the_environment_of_opentelemetry_counts(monkeypatch):
 
 
 def test_a_disabled_sdk_stays_disabled(monkeypatch):
-    """OTEL_SDK_DISABLED turns off whatever would leave the process."""
+    """OTEL_SDK_DISABLED turns off everything that would leave the process."""
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     with receiving() as receiver:
         with configure("service", receiver.endpoint) as telemetry:
@@ -256,7 +256,7 @@ def test_a_disabled_sdk_stays_disabled(monkeypatch):
         assert not receiver.asked.is_set()
 
 
-def test_the_applications_own_setup_is_left_alone():
+def test_the_applications_setup_stays_in_place():
     """Its structlog, and its providers."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     before = structlog.get_config()
@@ -271,8 +271,8 @@ def test_the_applications_own_setup_is_left_alone():
         assert trace.get_tracer_provider() is provider
 
 
-def test_a_provider_of_the_applications_own_is_left_alone(monkeypatch):
-    """And named as the application's."""
+def test_a_provider_of_the_application_stays_in_place(monkeypatch):
+    """It is reported as the application's."""
     from opentelemetry.sdk.trace import TracerProvider
 
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(shutdown_on_exit=False))
@@ -282,7 +282,7 @@ def test_a_provider_of_the_applications_own_is_left_alone(monkeypatch):
 
 
 @pytest.mark.anyio
-async def test_on_an_event_loop_it_is_closed_in_a_thread():
+async def test_aclose_does_not_block_the_event_loop():
     """Closing may take as long as its deadline; the loop goes on meanwhile."""
     telemetry = await anyio.to_thread.run_sync(lambda: configure("service"))
     async with telemetry:
@@ -291,7 +291,7 @@ async def test_on_an_event_loop_it_is_closed_in_a_thread():
 
 
 @pytest.mark.timeout(120)
-def test_the_demo_can_be_seen_in_a_collector():
+def test_the_demo_sends_its_telemetry_to_a_collector():
     """`asel demo --otlp URL`: a cold crowd, a tune beside traffic, a second start; on trio here."""
     with receiving() as receiver:
         options = ["--backend", "trio", "--otlp", receiver.endpoint]
@@ -312,7 +312,7 @@ def test_the_demo_can_be_seen_in_a_collector():
         assert len(waiters) == 4  # two for each of the cold keys
 
 
-def test_a_missing_exporter_is_named_with_the_way_to_get_it(monkeypatch):
+def test_a_missing_exporter_is_named_with_its_extra(monkeypatch):
     """The extra is an extra."""
     from asel import InvalidRequestError
 
@@ -323,8 +323,8 @@ def test_a_missing_exporter_is_named_with_the_way_to_get_it(monkeypatch):
 
 
 @pytest.mark.timeout(60)
-def test_configure_is_noticed_at_once_by_silent_selectors():
-    """A chain may have answered thousands of calls before telemetry is set up."""
+def test_silent_selectors_notice_configure_immediately():
+    """A selector may have answered thousands of calls before telemetry is set up."""
     with receiving() as receiver:
         deferred = DeferredSinks(default_sinks(), None)
         deferred._check_silence()

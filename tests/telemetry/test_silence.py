@@ -1,4 +1,4 @@
-"""The default sinks where nothing listens: hits are counted, and nothing else is done, until something does."""
+"""The default sinks without a listener: hits are only counted, until there is one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sinks() -> tuple[Spans, MetricsSink, Logs, DeferredSinks]:
 
 
 async def test_sinks_are_not_asked_about_hits_while_nothing_listens():
-    """Neither a provider nor a logger is set up: a hit is a number more."""
+    """Without a provider and a logger, a hit is only counted."""
     spans, metrics, logs, deferred = sinks()
     async with ConfigSelectorChain(ConfigCache(), tuner=scripted(COSTS)[0], sinks=[deferred]) as chain:
         for _ in range(1001):
@@ -65,7 +65,7 @@ async def test_sinks_are_not_asked_about_hits_while_nothing_listens():
 
 
 async def test_a_provider_that_is_set_later_gets_the_hits(monkeypatch):
-    """Applications set up OpenTelemetry when they like, also after the chain was made and has answered."""
+    """Applications may set up OpenTelemetry after the selector has answered calls."""
     *_, deferred = sinks()
     exporter = InMemorySpanExporter()
     provider = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False)
@@ -85,7 +85,7 @@ async def test_a_provider_that_is_set_later_gets_the_hits(monkeypatch):
 
 @pytest.mark.parametrize("way", ["structlog", "logging"])
 async def test_logging_that_is_configured_later_gets_the_hits(way, caplog):
-    """The same for both ways to listen to log entries."""
+    """With structlog and with the standard library."""
     *_, deferred = sinks()
     entries = []
 
@@ -106,8 +106,8 @@ async def test_logging_that_is_configured_later_gets_the_hits(way, caplog):
         assert told.count("asel.cache_hit") >= 10
 
 
-async def test_another_event_shows_at_once_that_something_listens():
-    """A miss asks every sink, so all hits after it are delivered."""
+async def test_another_event_detects_a_new_listener_immediately():
+    """A miss asks every sink, so all later hits are delivered."""
     *_, deferred = sinks()
     entries = []
 

@@ -30,7 +30,7 @@ DECLINED = ("override: no override", "overlay: no overlay has the key")
 
 
 async def test_three_callers_share_a_tune_in_which_one_candidate_fails():
-    """The tune is under the call that began it, who else waits has a link, and nothing is an error: another won."""
+    """The tune is under its first call, the other calls link to it, and there is no error: another candidate won."""
     captured = CapturedTelemetry()
     script = {"run_errors": {Blocks(2): ValueError("too large")}, "compile_s": 1.0}
     async with chain_of(captured, script=script) as chain:
@@ -138,7 +138,7 @@ class LongName(Toy):
 
 
 async def test_a_long_config_is_shortened_on_spans():
-    """A trace is read row by row, and exporters cut what is too long anywhere."""
+    """Traces are read row by row, and exporters cut long values anywhere."""
     captured = CapturedTelemetry()
     async with chain_of(captured, tuner=scripted(0.1)[0]) as chain:
         await request(captured, chain, kernel=LongName())
@@ -158,8 +158,8 @@ class TriedTwice(ScriptedMeasure):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_attempts_that_are_apart_in_time_are_apart_in_the_trace(fails):
-    """A candidate that is tried again after all others was not compiled all the while."""
+async def test_separate_compile_attempts_are_separate_spans(fails):
+    """A candidate that is tried again after the others was not compiling all the time."""
     errors = {Blocks(2): ValueError("no")} if fails else {}
     measure = TriedTwice(COSTS, compile_s=1.0, compile_errors=errors)
     captured = CapturedTelemetry()
@@ -181,7 +181,7 @@ async def test_attempts_that_are_apart_in_time_are_apart_in_the_trace(fails):
 
 
 async def test_links_are_given_when_a_span_is_made():
-    """Samplers see them only then: also where the store was asked before it was known that there is a tune."""
+    """Samplers see only those links, so the span of a call waits for its answer."""
     captured = CapturedTelemetry()
     seen = []
     sampler = captured.tracer.sampler
@@ -221,8 +221,8 @@ async def test_links_are_given_when_a_span_is_made():
     ]
 
 
-async def test_a_background_tune_has_a_trace_of_its_own_and_a_link_to_its_cause():
-    """A child would outlive its parent: the request was answered long before."""
+async def test_a_background_tune_has_its_own_trace_with_a_link_to_its_cause():
+    """As a child it would outlive its parent, which was answered long before."""
     captured = CapturedTelemetry()
     policy = AutotunePolicy(cache_miss_fallback="background")
     async with chain_of(captured, policy=policy) as chain:
@@ -239,7 +239,7 @@ async def test_a_background_tune_has_a_trace_of_its_own_and_a_link_to_its_cause(
 
 
 async def test_a_background_tune_that_begins_after_the_answer_still_links_to_the_call():
-    """With a store the claim comes first, and by then the call has its answer: it is not told twice."""
+    """With a store the claim comes first, and the call has its answer by then. The call has one span."""
     captured = CapturedTelemetry()
     policy = AutotunePolicy(cache_miss_fallback="background")
     async with chain_of(captured, policy=policy, persistent=Store()) as chain:
@@ -252,7 +252,7 @@ async def test_a_background_tune_that_begins_after_the_answer_still_links_to_the
 
 
 async def test_a_claim_that_ended_with_anothers_record_is_under_the_call():
-    """There is no tune in this process to put it under."""
+    """There is no tune in this process."""
     captured = CapturedTelemetry()
     [deferred] = captured.sinks
     deferred.watch(LoopHandle(), None)
@@ -271,8 +271,8 @@ async def test_a_claim_that_ended_with_anothers_record_is_under_the_call():
     assert tree.children[0].children[0].attributes["asel.outcome"] == "record"
 
 
-async def test_a_tune_that_a_call_could_not_wait_for_links_to_that_request():
-    """choose_nowait leaves the tune to the loop, which knows who asked."""
+async def test_a_tune_after_choose_nowait_links_to_its_request():
+    """choose_nowait passes the tune to the event loop with its context."""
     captured = CapturedTelemetry()
     async with chain_of(captured) as chain:
         with captured.tracer.start_as_current_span("request"):
@@ -283,8 +283,8 @@ async def test_a_tune_that_a_call_could_not_wait_for_links_to_that_request():
     assert tune.splitlines()[0] == "asel.autotune 0-1.2 -> request"
 
 
-async def test_a_tune_in_which_all_fail_is_an_error_and_so_is_a_call_without_an_answer():
-    """If another candidate wins, the tune is fine; here none does. The tune is the error, not each candidate."""
+async def test_a_failed_tune_and_a_call_without_an_answer_are_errors():
+    """The failed candidates themselves are not errors."""
     captured = CapturedTelemetry()
     errors = {Blocks(n): ValueError("no") for n in (1, 2, 3)}
     async with chain_of(
@@ -311,7 +311,7 @@ async def test_a_tune_in_which_all_fail_is_an_error_and_so_is_a_call_without_an_
     [((ValueError, ValueError, ValueError), "ValueError"), ((ValueError, OSError, ValueError), "TuningError")],
 )
 async def test_a_failed_tune_has_the_error_type_its_candidates_share(errors, named):
-    """A reader who looks for the reason needs the errors, not the group around them."""
+    """The reason is the candidates' error, not the group around it."""
     captured = CapturedTelemetry()
     script = {"run_errors": {Blocks(n): error("no") for n, error in zip((1, 2, 3), errors, strict=True)}}
     async with chain_of(captured, script=script) as chain:
@@ -321,7 +321,7 @@ async def test_a_failed_tune_has_the_error_type_its_candidates_share(errors, nam
 
 
 async def test_a_failing_store_is_an_error_on_its_own_span():
-    """The store's trouble is the store's: the call is answered."""
+    """The call is answered, so it is not an error."""
     captured = CapturedTelemetry()
     policy = AutotunePolicy(allow_autotune=False)
     async with chain_of(captured, policy=policy, persistent=Store(0.5, OSError("gone"))) as chain:
@@ -357,8 +357,8 @@ async def test_a_cancelled_first_caller_ends_its_span_and_the_tune_goes_on():
     assert tree.children[0].attributes["error.type"] == "cancelled"
 
 
-async def test_a_caller_out_of_patience_shows_how_long_it_waited():
-    """The answer of the heuristic after wait_s includes the wait."""
+async def test_a_call_that_timed_out_has_its_waiting_time():
+    """The heuristic's answer after wait_s includes the wait."""
     captured = CapturedTelemetry()
     async with chain_of(captured, policy=AutotunePolicy(wait_s=0.5)) as chain:
         await request(captured, chain)
@@ -369,7 +369,7 @@ async def test_a_caller_out_of_patience_shows_how_long_it_waited():
 
 
 async def test_the_callers_sampling_decision_is_respected():
-    """In a trace that is not sampled nothing is recorded, also not by a sampler that would."""
+    """In a trace that is not sampled, nothing is recorded, even by a sampler that would."""
     captured = CapturedTelemetry()
     unsampled = SpanContext(trace_id=1, span_id=2, is_remote=True)
     sampled = SpanContext(trace_id=3, span_id=4, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
@@ -388,8 +388,8 @@ async def test_the_callers_sampling_decision_is_respected():
     }
 
 
-async def test_outside_of_a_trace_the_providers_sampler_has_the_say():
-    """A hit is a trace of its own, if the provider takes it."""
+async def test_outside_of_a_trace_the_providers_sampler_decides():
+    """A hit begins its own trace, if the sampler takes it."""
     captured, silent = CapturedTelemetry(), CapturedTelemetry(sampler=ALWAYS_OFF)
     for telemetry in (captured, silent):
         async with chain_of(telemetry, policy=AutotunePolicy(allow_autotune=False)) as chain:
@@ -399,7 +399,7 @@ async def test_outside_of_a_trace_the_providers_sampler_has_the_say():
 
 
 async def test_a_hit_from_another_thread_has_that_threads_parent():
-    """The context is taken where the call is made."""
+    """The context is taken in the thread of the call."""
     captured = CapturedTelemetry()
     async with chain_of(captured) as chain:
         await chain.choose(call(), TOY)
@@ -415,7 +415,7 @@ async def test_a_hit_from_another_thread_has_that_threads_parent():
 
 
 async def test_a_hit_through_the_pipeline_has_its_callers_parent_and_its_own_times():
-    """Made later, in a thread, and still where and when it was."""
+    """Its span is made later, in another thread."""
     captured = CapturedTelemetry(pipeline=Pipeline())
     async with chain_of(captured) as chain:
         await chain.choose(call(), TOY)
@@ -428,14 +428,14 @@ async def test_a_hit_through_the_pipeline_has_its_callers_parent_and_its_own_tim
     ]
 
 
-async def test_without_a_provider_nothing_is_made():
-    """A library that nobody asked for spans makes none, and queues nothing."""
+async def test_without_a_provider_no_span_is_made():
+    """And no event is queued."""
     assert OpenTelemetrySink().wants(CacheHit) is False
     assert type(trace.get_tracer_provider()).__name__ == "ProxyTracerProvider"
 
 
 async def test_a_chain_without_async_with_is_traced_as_well():
-    """The tune runs inside its first caller, and is handed on when that one leaves."""
+    """The tune runs inside its first caller, and continues in the next if that one leaves."""
     captured = CapturedTelemetry()
     chain = chain_of(captured)
     async with anyio.create_task_group() as tasks:
@@ -447,8 +447,8 @@ async def test_a_chain_without_async_with_is_traced_as_well():
     assert second == "request 1\n  asel.choose 0.1-1.25 -> asel.autotune"
 
 
-async def test_a_retune_is_a_call_like_any_other():
-    """Measured again on purpose: the tune is under the call."""
+async def test_a_retune_has_a_span_like_any_call():
+    """The tune is under the call."""
     captured = CapturedTelemetry()
     async with chain_of(captured) as chain:
         with captured.tracer.start_as_current_span("retune"):
@@ -461,7 +461,7 @@ async def test_a_retune_is_a_call_like_any_other():
 
 
 async def test_spans_that_never_end_do_not_pile_up():
-    """What is remembered of calls and tunes is bounded."""
+    """The numbers of kept calls and tunes are bounded."""
     bench, captured = Bench(), CapturedTelemetry()
     [deferred] = captured.sinks
     spans = deferred.routes[0].sink

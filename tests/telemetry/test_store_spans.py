@@ -1,4 +1,4 @@
-"""What a trace shows of a fleet and of a store that fails: in virtual time, on both backends."""
+"""Traces of a fleet and of a store that fails: in virtual time, on both backends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from asel.testing import CapturedTelemetry
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_wait_for_another_process_is_a_span_of_its_own():
-    """Why did this request wait? Another process was tuning; its record was the answer, and there was no tune here."""
+async def test_a_wait_for_another_process_has_its_own_span():
+    """Its record was the answer, and there was no tune in this process."""
     place, captured = Place(), CapturedTelemetry()
     async with bench_over(place).chain as chain:
         await chain.choose(call(), Toy())
@@ -56,7 +56,7 @@ async def test_the_holder_of_a_claim_shows_it_before_its_tune():
 
 
 async def test_a_claim_for_a_tune_in_the_background_is_under_that_tune():
-    """The call was answered before: nothing of what comes later is part of it."""
+    """The call was answered before, so later spans are not part of it."""
     place, captured = Place(), CapturedTelemetry()
     policy = AutotunePolicy(cache_miss_fallback="background")
     async with chain_of(captured, persistent=place, policy=policy) as chain:
@@ -69,7 +69,7 @@ async def test_a_claim_for_a_tune_in_the_background_is_under_that_tune():
 
 
 async def test_a_store_that_fails_is_an_error_on_its_span_and_on_no_other():
-    """The answer came all the same. What the chain tries by itself later is not part of the request."""
+    """The call is answered, and later probes are not part of the request."""
     place, captured = Place(), CapturedTelemetry()
     place.broken = {"get"}
     async with chain_of(captured, persistent=place) as chain:
@@ -82,7 +82,7 @@ async def test_a_store_that_fails_is_an_error_on_its_span_and_on_no_other():
 
 
 async def test_every_attempt_at_a_dead_store_is_recorded():
-    """The outage is reported once; an alert on a store that is still down needs the retries as well."""
+    """The outage is reported once, but an alert needs every failed attempt."""
     place = Place()
     place.broken = {"get"}
     bench = bench_over(place, allow={"cache_miss_fallback": "heuristics"})

@@ -1,4 +1,4 @@
-"""What the report page holds, and what its command says."""
+"""The contents of the report page, and its command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def data_of(page):
 
 
 def test_the_page_is_self_contained(tmp_path):
-    """It names no other file and forbids itself every request; the charts' licences are inside."""
+    """It refers to no other file and forbids all requests; the licences of the charts are inside."""
     page = tmp_path / "a" / "report.html"
     ran = asel("report", fill(tmp_path / "cache"), "-o", page)
     assert ran.code == 0
@@ -32,7 +32,7 @@ def test_the_page_is_self_contained(tmp_path):
 
 
 def test_every_candidate_is_in_the_page(tmp_path):
-    """Measured ones with their samples, failures with their errors, untried ones by reason."""
+    """Measured candidates with samples, failed ones with errors, untried ones by reason."""
     tuned = report(512)
     untried = tuple(Skipped({"rows": rows}, "no time was left") for rows in range(5000, 5020))
     page = tmp_path / "report.html"
@@ -71,8 +71,8 @@ def test_nothing_in_a_record_becomes_markup_or_shows_a_secret(tmp_path):
     assert data_of(page)["keys"][0]["failed"][1]["message"].startswith("</script><script>alert(1)")
 
 
-def test_configs_that_are_cut_to_one_text_keep_rows_of_their_own(tmp_path):
-    """A plot's rows are told apart by their labels."""
+def test_configs_shortened_to_the_same_text_keep_their_own_rows(tmp_path):
+    """Rows of a plot are identified by their labels."""
     long = "x" * 300
     outcomes = tuple(Measured({"tile": long + str(n)}, 1e-3, (1e-3,), 0.1, ranked_s=1e-3) for n in range(3))
     tuned = replace(report(512), outcomes=outcomes, winner={"tile": long + "0"}, incumbent=None)
@@ -82,14 +82,14 @@ def test_configs_that_are_cut_to_one_text_keep_rows_of_their_own(tmp_path):
 
 
 def test_a_plot_shows_the_spread_of_many_samples():
-    """The fastest and the slowest are among those that are kept."""
+    """The fastest and the slowest are included."""
     kept = spread_of([float(number) for number in range(10_000)], MAX_SAMPLES)
     assert (len(kept), kept[0], kept[-1]) == (MAX_SAMPLES, 0.0, 9999.0)
     assert spread_of([3.0, 1.0], MAX_SAMPLES) == [1.0, 3.0]
 
 
 def test_records_that_cannot_be_read_are_named(tmp_path):
-    """In the page and by the command; all others are in it."""
+    """In the page and by the command; the page has all other records."""
     store = fill(tmp_path / "cache.json")
     page, document = tmp_path / "report.html", tmp_path / "cache.json"
     document.write_text(document.read_text().replace('"rows":64', '"rows":65', 1))
@@ -101,7 +101,7 @@ def test_records_that_cannot_be_read_are_named(tmp_path):
 
 
 def test_plots_are_saved_as_pictures(tmp_path):
-    """An overview, and one for each key."""
+    """An overview, and a picture for each key."""
     ran = asel("report", fill(tmp_path / "cache"), "-o", tmp_path / "report.html", "--png", tmp_path / "plots")
     assert ran.code == 0
     pictures = sorted((tmp_path / "plots").iterdir())
@@ -113,8 +113,8 @@ def test_plots_are_saved_as_pictures(tmp_path):
     assert all(one.read_bytes().startswith(b"\x89PNG") for one in pictures)
 
 
-def test_text_in_a_picture_is_no_formula(tmp_path):
-    """A dollar in a call or a config starts no mathematics, which could fail."""
+def test_text_in_a_picture_is_not_a_formula(tmp_path):
+    """A dollar sign in a call or a config is not parsed as mathematics, which could fail."""
     odd = r"$\frac{$"
     tuned = report(512)
     outcomes = tuple(Measured({"path": odd + str(n)}, 1e-3, (1e-3,), 0.1, ranked_s=1e-3) for n in range(2))
@@ -124,11 +124,11 @@ def test_text_in_a_picture_is_no_formula(tmp_path):
     assert (ran.code, ran.err) == (0, "")
 
 
-def test_what_is_missing_is_said_in_one_sentence(tmp_path, monkeypatch):
-    """No records, no such cache, no matplotlib: exit code 2, and the way out."""
+def test_missing_records_and_libraries_are_errors_with_the_fix(tmp_path, monkeypatch):
+    """No records, no such cache, no matplotlib: the exit code is 2."""
     store = fill(tmp_path / "cache")
     none = asel("report", store, "--op", "conv")
-    assert (none.code, none.err) == (2, "asel: no records to report on: `asel cache ls` lists what is there\n")
+    assert (none.code, none.err) == (2, "asel: no records to report on: `asel cache ls` lists the existing records\n")
     assert "check the path" in asel("report", tmp_path / "no" / "cache").err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = asel("report", store, "-o", tmp_path / "report.html", "--png", tmp_path / "plots")

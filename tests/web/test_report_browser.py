@@ -18,7 +18,7 @@ from asel import CacheKey
 @pytest.mark.timeout(90)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Selenium leaves its pipe to the driver to the collector
 def test_the_page_works_in_a_browser(tmp_path):
-    """Sorted, filtered and opened by mouse and keyboard, on a phone, in the dark, and without an error in its log."""
+    """Sorting, filtering and opening by mouse and keyboard, on a phone, in dark mode, without errors in the log."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
@@ -82,6 +82,6 @@ def test_the_page_works_in_a_browser(tmp_path):
         driver.refresh()
         assert calls() == ["1024"]  # the address of a key shows that key alone, opened
         assert driver.find_elements(By.CSS_SELECTOR, ".details svg")
-        assert "it is the heuristic's own" in driver.find_element(By.CSS_SELECTOR, ".details dl").text
+        assert "it is the heuristic's config" in driver.find_element(By.CSS_SELECTOR, ".details dl").text
         assert driver.get_log("browser") == []
         assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0

@@ -1,4 +1,4 @@
-"""`asel cache`: look inside any cache, move it, clean it."""
+"""`asel cache`: inspect, move and clean caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["cache_app"]
 cache_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Look inside a cache, move it, clean it.",
+    help="Inspect a cache, move it, clean it.",
     epilog=examples("asel cache ls", "asel cache show matmul --store redis://cache.example:6379"),
 )
 cache_app.command(epilog=examples("asel cache ls", "asel cache ls --store ./configs --op matmul --json"))(ls)

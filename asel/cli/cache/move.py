@@ -1,4 +1,4 @@
-"""`asel cache export` and `asel cache import`: a cache as one document, and back."""
+"""`asel cache export` and `asel cache import`: write a cache to one document, and read it back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def import_(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add the records of a document to a cache; records that are there already stay as they are."""
+    """Add the records of a document to a cache; existing records do not change."""
     from asel.cli.output import console, counted, print_json
 
     done = run_loop(_import, new_cache_at(store), document)

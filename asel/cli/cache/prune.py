@@ -43,17 +43,17 @@ def prune(
     from asel.cli.output import console, counted, print_json
 
     if not any((older_than, not_jax, op, device)):
-        raise InvalidRequestError("say what to delete: --older-than, --not-jax, --op, --device, or several of them")
+        raise InvalidRequestError("give a condition: --older-than, --not-jax, --op, --device, or several of them")
     if as_json and not (yes or dry_run):
-        raise InvalidRequestError("--json cannot ask: add --yes to delete, or --dry-run to look")
+        raise InvalidRequestError("--json cannot ask: add --yes to delete, or --dry-run to list the records")
     cache = cache_at(store)
-    is_meant = _condition(None if older_than is None else seconds_in(older_than), not_jax, wanted(op, device))
-    entries, _ = run_loop(entries_of, cache, is_meant)
-    # Exactly those that are shown: others may come to meet the conditions meanwhile.
+    should_delete = _condition(None if older_than is None else seconds_in(older_than), not_jax, wanted(op, device))
+    entries, _ = run_loop(entries_of, cache, should_delete)
+    # Delete only the records that are shown: meanwhile others may begin to meet the conditions.
     agreed = {one.record.address for one in entries}
 
     def delete() -> int:
-        return run_loop(_delete, cache, lambda record: record.address in agreed and is_meant(record))
+        return run_loop(_delete, cache, lambda record: record.address in agreed and should_delete(record))
 
     if as_json:
         keys = [{"key": one.record.key.call_key, "op": one.op, "created": one.record.created} for one in entries]
@@ -82,9 +82,9 @@ def _show(out: Console, entries: list[Entry]) -> None:
         out.print(f"and {len(entries) - _MAX_SHOWN:,} more")
 
 
-async def _delete(cache: PersistentCache[Any], is_meant: Callable[[Record], bool]) -> int:
+async def _delete(cache: PersistentCache[Any], should_delete: Callable[[Record], bool]) -> int:
     async with cache:
-        return await cache.prune(is_meant)
+        return await cache.prune(should_delete)
 
 
 def _condition(
@@ -94,13 +94,13 @@ def _condition(
 
     latest = None if older_than_s is None else time.time() - older_than_s
 
-    def is_meant(record: Record) -> bool:
+    def should_delete(record: Record) -> bool:
         if latest is not None and record.created > latest:
             return False
         jax = record.environment.get("jax")
         return (not_jax is None or jax not in (None, not_jax)) and is_wanted(record)
 
-    return is_meant
+    return should_delete
 
 
 def seconds_in(text: str) -> float:

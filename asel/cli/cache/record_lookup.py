@@ -1,4 +1,4 @@
-"""The records that an `asel cache` command is about, by operation, key and device."""
+"""Finds the records for an `asel cache` command, by operation, key and device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KeyArgument = Annotated[
 def read_entries(
     location: str | None, op: str | None = None, device: str | None = None
 ) -> tuple[list[Entry], list[Rejected]]:
-    """Return the records of the caches at a location, by operation and call, and those that could not be read."""
+    """Return the records of the caches at a location, sorted by operation and call, and the rejected ones."""
     from asel.cli.locations import caches_at
 
     return run_loop(all_entries, caches_at(location), wanted(op, device))
@@ -70,7 +70,7 @@ async def all_entries(
 
 
 def _order(entry: Entry) -> tuple[Any, ...]:
-    """By operation, then by call with numbers as numbers: `f32[512]` before `f32[1024]`."""
+    """Sort by operation, then by call with numbers in numerical order: `f32[512]` before `f32[1024]`."""
     parts = re.split(r"(\d+)", entry.record.call)
     numbers = tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
     return entry.op, numbers, entry.record.key, entry.record.created
@@ -91,7 +91,7 @@ def matching(entries: list[Entry], key: str) -> list[Entry]:
     """Return the entries that KEY names.
 
     Raises:
-        InvalidRequestError: there is none, or they are of several keys.
+        InvalidRequestError: there are none, or they have several keys.
     """
     found = [one for one in entries if key and one.record.key.call_key.startswith(key)]
     found = found or [one for one in entries if key in (one.op, one.op.partition("@")[0], one.name)]
@@ -105,21 +105,21 @@ def matching(entries: list[Entry], key: str) -> list[Entry]:
     if len(keys) > 1:
         shown = "; ".join(f"{one.short_key} {one.name}" for one in list(keys.values())[:5])
         more = f"; and {len(keys) - 5} more" if len(keys) > 5 else ""
-        raise InvalidRequestError(f"{key!r} matches {len(keys)} keys: {shown}{more}. {_way_to_one(keys.values())}")
+        raise InvalidRequestError(f"{key!r} matches {len(keys)} keys: {shown}{more}. {_how_to_choose(keys.values())}")
     return found
 
 
-def _way_to_one(entries: Collection[Entry]) -> str:
-    """Say how to name one of several keys: operations with equal arguments have equal digits."""
+def _how_to_choose(entries: Collection[Entry]) -> str:
+    """Return advice for naming one of several keys: operations with equal arguments have equal digits."""
     if len({one.short_key for one in entries}) == len(entries):
         return "Use the digits of one of them"
     if len({one.name for one in entries}) == len(entries):
         return "Use the whole call of one of them, in quotes"
-    return "Add --device to tell them apart"
+    return "Add --device to choose one"
 
 
 def age(created: float) -> str:
-    """Return how long ago something was, in its largest unit: `3d`."""
+    """Return the time since `created`, in its largest unit: `3d`."""
     seconds = max(0.0, time.time() - created)
     for unit, size in (("y", 31_557_600), ("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= size:

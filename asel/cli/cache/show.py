@@ -21,7 +21,7 @@ _MAX_BAR = 40
 
 
 def show(key: KeyArgument, store: StoreOption = None, device: DeviceOption = None, as_json: JsonOption = False) -> None:
-    """Show a record: every candidate's timings as bars, its failures, and where it was measured."""
+    """Show a record: the timings of its candidates as bars, the failures, and the device."""
     from asel.cli.output import console, print_json
 
     found = matching(read_entries(store, device=device)[0], key)
@@ -48,7 +48,7 @@ def print_entry(out: Console, entry: Entry) -> None:
             f"{entry.config}, {speedup_words(entry)} as fast as the heuristic" if entry.speedup else entry.config,
         )
     ]
-    facts += [("device", record.key.device), ("measured with", entry.software or "nothing: it was put by hand")]
+    facts += [("device", record.key.device), ("measured with", entry.software or "nothing: a user put it")]
     facts += [
         ("key", record.key.call_key),
         ("stored", f"{_date(record.created)}, {age(record.created)} ago, in {entry.cache}"),
@@ -58,7 +58,7 @@ def print_entry(out: Console, entry: Entry) -> None:
     for name, value in facts:
         print_item(out, f"  {name:<14}", value)
     if entry.report is None:
-        out.print("  no report of a tune is stored with it")
+        out.print("  it has no report of a tune")
         return
     _print_candidates(out, entry)
 
@@ -88,7 +88,7 @@ def _print_candidates(out: Console, entry: Entry) -> None:
 
 
 def _spread(one: Measured[object]) -> tuple[float, float, float]:
-    """Return the fastest sample, the time it is ranked by, and the time that nine of ten samples are below."""
+    """Return the fastest sample, the time that it is ranked by, and the 90th percentile of the samples."""
     samples = sorted(one.samples_s) or [one.shown_s]
     return samples[0], one.shown_s, max(one.shown_s, samples[int(0.9 * (len(samples) - 1))])
 

@@ -1,4 +1,4 @@
-"""`asel cache stats`: how many records, unreadable files and locks each cache has."""
+"""`asel cache stats`: the numbers of records, unreadable files and locks of each cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asel cache verify`: measure records again, to see whether their configs are still the fastest."""
+"""`asel cache verify`: measures records again, to check whether their configs are still the fastest."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def verify(
     store: StoreOption = None,
     op: OpOption = None,
     sample: Annotated[int, typer.Option(min=1, help="Measure at most this many records, picked at random.")] = _SAMPLE,
-    budget: Annotated[float, typer.Option(min=0.001, help="Seconds a single record may take.")] = 60.0,
+    budget: Annotated[float, typer.Option(min=0.001, help="Time limit of each record, in seconds.")] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a sample of records again on this machine; exit with 1 if one no longer holds.
 
-    A record names its call, and --kernel says where its kernel is.
+    A record has the call but not the module of its kernel: give that with --kernel.
     Records that cannot be verified, such as those of other devices, are listed with the reason.
     """
     from asel.cli.output import console, print_json, print_table
 
     entries, _ = read_entries(store, op)
     if not entries:
-        raise InvalidRequestError("there are no such records: `asel cache ls` lists what there is")
+        raise InvalidRequestError("there are no such records: `asel cache ls` lists the existing records")
     candidates, verdicts = _rebuilt(entries, kernel or [])
     chosen = random.sample(candidates, min(sample, len(candidates)))
     measured, interrupted = _measured(chosen, budget)
@@ -93,7 +93,7 @@ def verify(
 
 
 def _rebuilt(entries: Sequence[Entry], paths: Sequence[str]) -> tuple[list[tuple[Entry, Call]], list[Verdict]]:
-    """Return the records whose calls can be made again, and why the others cannot."""
+    """Return the records whose calls can be reconstructed, and verdicts with the reasons for the others."""
     from asel.cli.device import started_device
     from asel.cli.tune.targets import kernel_at
     from asel.kernels.key_memo import KeyMemo
@@ -118,7 +118,7 @@ def _call_of(entry: Entry, kernels: Sequence[Any], keys: Any, here: str) -> Call
     if entry.device != here:
         raise InvalidRequestError(f"it was measured on {entry.device}, and this is {here}")
     if entry.report is None:
-        raise InvalidRequestError("it was put by hand: there is no measurement to compare with")
+        raise InvalidRequestError("a user put it: there is no measurement to compare with")
     name, _, version = entry.op.rpartition("@v")
     same_op = [kernel for kernel in kernels if kernel.op_id == name]
     if not same_op:
@@ -131,13 +131,13 @@ def _call_of(entry: Entry, kernels: Sequence[Any], keys: Any, here: str) -> Call
     inv = parse_call(entry.record.call, found[0])
     if keys.resolve(inv, found[0]).key.call_key != entry.record.key.call_key:
         raise InvalidRequestError(
-            "its call has shardings, weak types or JAX settings that its text does not say: tune it in your program"
+            "its call has shardings, weak types or JAX settings that its text does not show: tune it in your program"
         )
     return Call(found[0], inv, backward=entry.report.objective == "forward+backward")
 
 
 def _measured(chosen: Sequence[tuple[Entry, Call]], budget_s: float) -> tuple[list[Verdict], bool]:
-    """Tune the calls again, into a temporary store; tell also whether Ctrl-C ended that early."""
+    """Tune the calls again, into a temporary store; return the verdicts, and whether Ctrl-C ended it early."""
     from asel.cli.output import console
     from asel.cli.tune.run import Job, Options, tune_all
     from asel.cli.tune.view import progress

@@ -15,7 +15,7 @@ __all__ = ["reasons", "why"]
 
 
 def why(key: KeyArgument, store: StoreOption = None, device: DeviceOption = None, as_json: JsonOption = False) -> None:
-    """Explain in sentences why a key has the config that it has."""
+    """Explain in sentences why a key has its config."""
     from asel.cli.output import console, print_item, print_json
 
     found = matching(read_entries(store, device=device)[0], key)
@@ -38,34 +38,36 @@ def reasons(entry: Entry) -> list[str]:
 
     report = entry.report
     if report is None:
-        return ["It was put by hand, or the report of its tune was not kept: there are no measurements."]
+        return ["A user put it, or the report of its tune was not kept: there are no measurements."]
     measured = entry.measured
-    said = [_against_heuristic(entry)]
+    sentences = [_against_heuristic(entry)]
     rivals = [one for one in measured[1:] if one.alias_of is None]
     if rivals and measured:
         best, second = measured[0], rivals[0]
         apart = second.shown_s / best.shown_s - 1 if best.shown_s else 0.0
         tie = f", which is within the noise of {report.noise:.1%}" if abs(apart) <= report.noise else ""
         slower = f"{apart:.1%} slower" if apart >= 0 else f"{-apart:.1%} faster"
-        said.append(
+        sentences.append(
             f"The next best of {len(entry.outcomes)} candidates is {config_words(second.cfg)} with "
             f"{in_words(second.shown_s)}, {slower} than the winner's {in_words(best.shown_s)}{tie}."
         )
     early = sum(one.eliminated is not None for one in measured)
     if early:
-        said.append(
+        sentences.append(
             f"{early} of {len(measured)} measured candidates {'was' if early == 1 else 'were'} clearly slower "
             "and dropped out early."
         )
-    said += [f"{config_words(one.cfg)} failed in {one.stage}: {one.error_type}: {one.message}" for one in entry.failed]
-    said += [f"{config_words(one.cfg)} was skipped: {one.reason}." for one in entry.skipped]
-    said.append(f"The tune took {in_words(entry.record.seconds)} on {entry.device} with {entry.software}.")
+    sentences += [
+        f"{config_words(one.cfg)} failed in {one.stage}: {one.error_type}: {one.message}" for one in entry.failed
+    ]
+    sentences += [f"{config_words(one.cfg)} was skipped: {one.reason}." for one in entry.skipped]
+    sentences.append(f"The tune took {in_words(entry.record.seconds)} on {entry.device} with {entry.software}.")
     here = metadata.version("jax")
     if entry.record.environment.get("jax", here) != here:
-        said.append(
-            f"This machine has jax {here}: the record counts here unless the policy says match_environment='exact'."
+        sentences.append(
+            f"This machine has jax {here}: the record is used here unless the policy has match_environment='exact'."
         )
-    return said
+    return sentences
 
 
 def _against_heuristic(entry: Entry) -> str:
@@ -77,7 +79,7 @@ def _against_heuristic(entry: Entry) -> str:
     if report.incumbent is None:
         return "The kernel has no heuristic to compare it with; it was the fastest measured."
     if same_config(report.winner, report.incumbent):
-        return f"It is the heuristic's own config: nothing was faster by more than the noise of {report.noise:.1%}."
+        return f"It is the heuristic's config: no candidate was faster by more than the noise of {report.noise:.1%}."
     if entry.speedup is None:
         return f"The heuristic's {config_words(report.incumbent)} was not measured."
     return (

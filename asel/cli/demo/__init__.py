@@ -1,1 +1,1 @@
-"""A few real tunable kernels, and the story that `asel demo` tells with them."""
+"""`asel demo`: a small service on a few real tunable kernels."""

@@ -22,11 +22,13 @@ __all__ = ["demo", "run", "spans_in", "summarize"]
 def demo(
     backend: Annotated[str, typer.Option(help="The event loop to run on: asyncio or trio.")] = "asyncio",
     otlp: Annotated[
-        str | None, typer.Option(help="Send traces, metrics and logs there, over HTTP: http://127.0.0.1:4318.")
+        str | None, typer.Option(help="Send traces, metrics and logs to this URL, over HTTP: http://127.0.0.1:4318.")
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Keep the cache, the report and the trace there.", show_default="a new temporary directory"),
+        typer.Option(
+            help="Keep the cache, the report and the trace in this folder.", show_default="a new temporary directory"
+        ),
     ] = None,
 ) -> None:
     """Serve requests with real JAX kernels on this machine, and watch their configs being tuned."""
@@ -61,12 +63,12 @@ def run(out: Console, backend: str, otlp: str | None, folder: Path) -> None:
         with _sent_to(out, otlp):
             demo = story.Demo(cache, default_sinks())
             with _shown(demo, out):
-                run_loop(story.tell, demo, backend=backend)
+                run_loop(story.run_demo, demo, backend=backend)
     else:
         with spans_in(trace_file) as (tracer, sinks):
             demo = story.Demo(cache, sinks, tracer)
             with _shown(demo, out):
-                run_loop(story.tell, demo, backend=backend)
+                run_loop(story.run_demo, demo, backend=backend)
     summarize(out, demo, folder / "report.html", None if otlp is not None else trace_file, otlp)
 
 
@@ -111,7 +113,7 @@ def spans_in(path: Path) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def summarize(out: Console, demo: Demo, report: Path, trace_file: Path | None, otlp: str | None) -> None:
-    """Write the report; print the results, and where the files are."""
+    """Write the report; print the results and the paths of the files."""
     import time
 
     from rich.text import Text

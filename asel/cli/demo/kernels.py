@@ -1,4 +1,4 @@
-"""Kernels whose best config depends on the machine: nothing here is made up."""
+"""Real kernels, whose best config depends on the machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["BlockedMatMul", "Blocks", "Chunk", "ChunkedAttention", "PallasMatMul
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of the left operand that are multiplied at a time."""
+    """The number of rows of the left operand that are multiplied at a time."""
 
     rows: int
 
 
 class BlockedMatMul(Kernel[Blocks, jax.Array]):
-    """A matrix product, block of rows by block of rows."""
+    """A matrix product, one block of rows at a time."""
 
     op_id = "demo.matmul"
     version = "1"
@@ -37,13 +37,13 @@ class BlockedMatMul(Kernel[Blocks, jax.Array]):
 
     def candidate_cfgs(self, inv: Invocation[Blocks, jax.Array]) -> Iterable[Blocks]:
         rows = inv.args[0].shape[0]
-        # 96 divides no power of two, so it fails: an outcome like any other, told in the report and on its span.
+        # 96 divides no power of two, so it fails: the report and a span show it like any other outcome.
         return [Blocks(n) for n in (8, 32, 96, 128, 512) if rows % n == 0 or n == 96]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Keys that each query looks at in one step."""
+    """The number of keys that each step handles."""
 
     keys: int
 
@@ -116,7 +116,7 @@ class PallasMatMul(Kernel[Tile, jax.Array]):
 
     def heuristic_cfg(self, inv: Invocation[Tile, jax.Array]) -> Tile:
         (m, _), (_, n) = (array.shape for array in inv.args)
-        # A grid has whole tiles: the largest of middle size, or else a single one.
+        # The tiles must divide the matrix: the largest of these sizes that does, or a single tile.
         return Tile(*(next((size for size in (128, 64, 32) if length % size == 0), length) for length in (m, n)))
 
     def candidate_cfgs(self, inv: Invocation[Tile, jax.Array]) -> Iterable[Tile]:

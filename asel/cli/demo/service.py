@@ -23,7 +23,7 @@ __all__ = ["Request", "Scene", "Service", "unsampled"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client sends: a kernel and its arguments."""
+    """A client's request: a kernel and its arguments."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(slots=True)
 class Scene:
-    """Everything that the demo shows while it runs. It is a sink, too: it counts which tiers answered."""
+    """The state that the demo shows while it runs. It is also a sink, which counts answers by tier."""
 
     on_loop: ClassVar[bool] = True
     title: str = ""
@@ -42,7 +42,7 @@ class Scene:
     latencies_s: dict[str, list[float]] = field(default_factory=dict)
     """By phase."""
     lateness_s: dict[str, list[float]] = field(default_factory=dict)
-    """How late a 5 ms heartbeat of the event loop was, by phase."""
+    """The delays of a 5 ms timer of the event loop, by phase."""
     progress: TuneWatch = field(default_factory=TuneWatch)
 
     def wants(self, kind: type[Event]) -> bool:
@@ -56,7 +56,7 @@ class Scene:
 
 
 class Service:
-    """Answers requests, and notes in the scene how long each took."""
+    """Answers requests, and records their latencies in the scene."""
 
     def __init__(self, selector: ConfigSelectorChain[Any, Any], scene: Scene) -> None:
         self.selector = selector
@@ -64,7 +64,7 @@ class Service:
         self._scene = scene
 
     async def handle(self, request: Request, during: str) -> float:
-        """Return the seconds from the request's arrival to its result."""
+        """Handle a request; return the seconds until its result."""
         self._scene.waiting += 1
         start = time.perf_counter()
         try:
@@ -96,7 +96,7 @@ class Service:
             scope.cancel()
 
     async def serve_clients(self, requests: list[Request], during: str, until: anyio.Event) -> None:
-        """Have a client for each request that sends it again and again, until an event is set."""
+        """Run a client for each request, which repeats it until an event is set."""
 
         async def client(request: Request) -> None:
             while not until.is_set():
@@ -113,7 +113,7 @@ class Service:
 
 @contextmanager
 def unsampled() -> Iterator[None]:
-    """Be in a request whose trace is not recorded, as most are."""
+    """Run the block in a trace that is not sampled, like most requests."""
     context = trace.SpanContext(trace_id=1, span_id=1, is_remote=False)
     with trace.use_span(trace.NonRecordingSpan(context)):
         yield

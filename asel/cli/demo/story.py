@@ -19,19 +19,19 @@ from asel.selection.selector import ConfigSelectorChain
 from asel.stores.persistent_cache import PersistentCache
 from asel.telemetry.names import VERSION
 
-__all__ = ["CALLERS", "Demo", "Facts", "tell"]
+__all__ = ["CALLERS", "Demo", "Facts", "run_demo"]
 
 CALLERS = 200
-"""How many clients ask for each cold key at once."""
+"""The number of concurrent clients for each cold key."""
 _TRACED = 3
-"""Of those, how many have a trace: the caller that begins the tune, and two that wait for it."""
+"""The number of those with a trace: the caller that begins the tune, and two that wait for it."""
 _CALM_S = 1.5
 _WARM_REQUESTS = 20
 
 
 @dataclass(slots=True)
 class Facts:
-    """Figures for the summary that are neither in the scene nor in the cache."""
+    """Figures for the summary, besides those in the scene and in the cache."""
 
     callers: int = 0
     cold_keys: int = 0
@@ -58,7 +58,7 @@ class Demo:
     selector: ConfigSelectorChain[Any, Any] | None = None
 
     def start(self) -> ConfigSelectorChain[Any, Any]:
-        """Return a selector as a new process has it: nothing in memory, and the same store."""
+        """Return a selector as in a new process: an empty memory and the same store."""
         persistent: PersistentCache[Any] = PersistentCache("demo", self.cache)
         self.scene.tiers.clear()
         self.selector = ConfigSelectorChain(
@@ -71,16 +71,16 @@ class Demo:
         self.on_step(title)
 
 
-async def tell(demo: Demo) -> None:
+async def run_demo(demo: Demo) -> None:
     """Serve requests on cold and warm keys, while tunes run and after a restart."""
     cold, new = await anyio.to_thread.run_sync(_requests)
-    demo.step(f"first start, cold: {CALLERS} callers for each of {len(cold)} keys that nobody has tuned")
+    demo.step(f"first start, cold: {CALLERS} callers for each of {len(cold)} keys without a record")
     async with demo.start() as selector:
         service = Service(selector, demo.scene)
         await _crowd(demo, service, cold)
         with policy_override(selector, cache_miss_fallback="background"):
             await _beside_traffic(demo, service, cold, new)
-    demo.step("second start, as after a restart: memory begins with what the store has")
+    demo.step("second start, as after a restart: memory is filled from the store")
     async with demo.start() as selector:
         await _second_start(demo, Service(selector, demo.scene), [*cold, new])
 
@@ -99,7 +99,7 @@ def _requests() -> tuple[list[Request], Request]:
 
 
 async def _crowd(demo: Demo, service: Service, requests: list[Request]) -> None:
-    """Have many callers ask for the same cold keys at the same moment."""
+    """Serve many concurrent callers for the same cold keys."""
 
     async def ask(request: Request, number: int) -> None:
         traced = number < _TRACED
@@ -112,15 +112,15 @@ async def _crowd(demo: Demo, service: Service, requests: list[Request]) -> None:
             for request in requests:
                 callers.start_soon(ask, request, number)
             if number + 1 == _TRACED:
-                await anyio.wait_all_tasks_blocked()  # so that a traced one begins the tune
+                await anyio.wait_all_tasks_blocked()  # so that a traced caller begins the tune
     demo.facts.callers, demo.facts.cold_keys = CALLERS * len(requests), len(requests)
     demo.facts.shared_tunes = len(demo.scene.progress.tunes) - before
 
 
 async def _beside_traffic(demo: Demo, service: Service, warm: list[Request], new: Request) -> None:
-    """Serve warm keys with nothing else to do, then while a new key is tuned in the background."""
+    """Serve warm keys without a tune, and then while a new key is tuned in the background."""
     facts = demo.facts
-    demo.step(f"warm keys, nothing is tuned: {len(warm) * 2} clients for {_CALM_S:g} s")
+    demo.step(f"warm keys, no tune: {len(warm) * 2} clients for {_CALM_S:g} s")
     over = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(service.serve_clients, warm * 2, "calm", over)

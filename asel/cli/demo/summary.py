@@ -47,10 +47,7 @@ def _traffic(scene: Scene) -> Iterator[str]:
     calm, tuning = scene.latencies_s.get("calm"), scene.latencies_s.get("tuning")
     if not calm or not tuning:
         return
-    yield (
-        f"Warm requests took {_times(calm)} with nothing else to do; {_times(tuning)} while a tune ran "
-        "in the background."
-    )
+    yield (f"Warm requests took {_times(calm)} without a tune; {_times(tuning)} while a tune ran in the background.")
     late = scene.lateness_s
     if late.get("calm") and late.get("tuning"):
         yield (
@@ -66,8 +63,8 @@ def _times(taken: Sequence[float]) -> str:
 def _second_start(facts: Facts) -> str:
     tunes = "no tune" if not facts.second_start_tunes else f"{facts.second_start_tunes} tunes"
     return (
-        f"The second start answered {facts.second_start_requests} requests with {tunes}, from what the first had "
-        f"stored; the first of them took {in_words(facts.second_start_first_s)}, compiling included."
+        f"The second start answered {facts.second_start_requests} requests with {tunes}, from the records of the first "
+        f"start; the first request took {in_words(facts.second_start_first_s)}, compiling included."
     )
 
 

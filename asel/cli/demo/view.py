@@ -35,7 +35,7 @@ _TIERS = ("memory", "persistent", "autotune", "heuristics")
 
 @contextmanager
 def live(demo: Demo, to: Console) -> Iterator[None]:
-    """Show the scene, frame after frame, drawn in a thread; titles and finished tunes stay above it."""
+    """Show the scene as frames drawn in a thread; titles and finished tunes stay above it."""
     watch = demo.scene.progress
     kept: set[str] = set()
 
@@ -62,7 +62,7 @@ def live(demo: Demo, to: Console) -> Iterator[None]:
 
 @contextmanager
 def plain(demo: Demo, to: Console) -> Iterator[None]:
-    """Print a line for each event of a tune, and after each step the requests served."""
+    """Print a line for each event of a tune, and after each step the served requests."""
     steps = 0
 
     def end_step() -> None:
@@ -83,7 +83,7 @@ def plain(demo: Demo, to: Console) -> Iterator[None]:
 
 
 def frame(scene: Scene, to: Console, tunes: Sequence[Tune]) -> Group:
-    """Return one picture of the scene with these tunes, no wider than the console."""
+    """Return one frame: the scene with these tunes, as wide as the console."""
     lines = _traffic(scene, to, to.width)
     for tune in tunes:
         lines += [Text(), *tune_lines(tune, to, to.width)]
@@ -111,9 +111,9 @@ def _traffic(scene: Scene, to: Console, width: int) -> list[Text]:
 
 
 class LineSink:
-    """Prints a line for everything that happens to a tune."""
+    """Prints a line for each event of a tune."""
 
-    on_loop = True  # its lines are among those that the demo prints
+    on_loop = True  # so that its lines and the demo's are in order
 
     def __init__(self, to: Console) -> None:
         self._to = to
@@ -131,7 +131,7 @@ _LINES = (AutotuneStart, AutotuneFinish, AutotuneFailed, CandidateEliminated, Ca
 def _line(event: Event) -> str:
     match event:
         case AutotuneStart():
-            place = "in the background" if event.background else "its callers wait"
+            place = "in the background" if event.background else "while its callers wait"
             return f"{event.op}({event.call}): a tune of {event.candidates} candidates begins, {place}"
         case AutotuneFinish():
             faster = (
@@ -152,6 +152,6 @@ def _line(event: Event) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that this share of the values does not exceed."""
+    """Return the percentile of some values, as a share: 0.5 is the median."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))]

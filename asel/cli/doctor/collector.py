@@ -24,7 +24,7 @@ _TOPIC = "otlp"
 
 
 def collector(endpoint: str | None) -> Iterator[Finding]:
-    """Send an empty request for each signal to its endpoint: `endpoint`, or else that of the environment."""
+    """Send an empty request for each signal to `endpoint`, or to the endpoint in the environment."""
     from asel.telemetry.environment import Signal, destinations, planned
 
     nowhere = []
@@ -36,7 +36,7 @@ def collector(endpoint: str | None) -> Iterator[Finding]:
             yield problem(_TOPIC, f"{signal}: {redact(error)}", "correct the variable, or unset it")
             continue
         for destination in found:
-            yield _asked(signal, destination)
+            yield _checked(signal, destination)
         if not found:
             nowhere.append(signal)
     if nowhere:
@@ -44,12 +44,12 @@ def collector(endpoint: str | None) -> Iterator[Finding]:
         yield note(_TOPIC, f"{', '.join(nowhere)}: sent nowhere", advice)
 
 
-def _asked(signal: str, destination: Destination) -> Finding:
+def _checked(signal: str, destination: Destination) -> Finding:
     if destination.kind == "console":
         return ok(_TOPIC, f"{signal} go to {destination}")
     request = urllib.request.Request(
         destination.endpoint,
-        data=b"",  # a request with nothing in it is a valid one
+        data=b"",  # an empty request is valid
         headers={"content-type": "application/x-protobuf", **_headers(signal), **destination.headers},
     )
     try:
@@ -68,7 +68,7 @@ def _asked(signal: str, destination: Destination) -> Finding:
 
 def _advice(status: int) -> str:
     if status in (401, 403):
-        return "set OTEL_EXPORTER_OTLP_HEADERS to what the collector asks for"
+        return "set OTEL_EXPORTER_OTLP_HEADERS to the headers that the collector requires"
     if status in (404, 405):
         return "give the collector's receiver a pipeline for this signal, or set its exporter to none"
     return "see the collector's log"

@@ -22,7 +22,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def doctor(
     store: StoreOption = None,
-    otlp: Annotated[str | None, typer.Option(help="A collector to ask: http://127.0.0.1:4318.")] = None,
+    otlp: Annotated[str | None, typer.Option(help="A collector to check: http://127.0.0.1:4318.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Check this machine, and give advice for each problem; exit with 1 if there is one."""
@@ -32,7 +32,7 @@ def doctor(
 
     findings = []
     out = console()
-    if store is not None:  # what is wrong on the command line is refused before anything is looked at
+    if store is not None:  # wrong options are refused before the checks
         caches_at(store)
     if otlp is not None:
         check_endpoint(otlp)

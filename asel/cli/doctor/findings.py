@@ -25,7 +25,7 @@ def ok(topic: str, text: str) -> Finding:
 
 
 def note(topic: str, text: str, advice: str = "") -> Finding:
-    """Return something that works and that the reader should know."""
+    """Return a finding that is not a problem, but that the reader should know."""
     return Finding(topic, "note", text, advice)
 
 

@@ -21,7 +21,7 @@ _ACCELERATORS = {
     "an AMD GPU": (Path("/dev/kfd"), "install JAX's ROCm plugin"),
     "a TPU": (Path("/dev/accel0"), "pip install 'jax[tpu]'"),
 }
-# As many as a small tune has candidates, and as many samples each as its finalists get.
+# The numbers of candidates, and of samples of a finalist, in a small tune.
 _EQUALS, _ROUNDS = 8, 12
 
 
@@ -62,7 +62,7 @@ def devices(hardware: Callable[[Path], bool] = Path.exists) -> Iterator[Finding]
 
 
 def timer_noise() -> Iterator[Finding]:
-    """Time one program as if it were several candidates of a tune, and report how far apart they seem."""
+    """Time one program as if it were several candidates of a tune, and report the measured differences."""
     from asel.tuning.estimates import MAX_TIE
 
     try:
@@ -71,20 +71,20 @@ def timer_noise() -> Iterator[Finding]:
         text = f"no program could be timed: {type(error).__name__}: {redact(error)}"
         yield problem("timer noise", text, "see `devices` above, and `environment` below")
         return
-    text = f"{_EQUALS} equal programs of {seconds * 1e6:.0f} us seem up to {spread:.1%} apart"
+    text = f"{_EQUALS} equal programs of {seconds * 1e6:.0f} us differ by up to {spread:.1%}"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     busy = f"; load {load:.1f} on {os.cpu_count()} cores"
     if spread <= MAX_TIE:
         yield ok("timer noise", text + busy)
         return
-    text += f", and a tune tells them apart only within {MAX_TIE:.0%}{busy}"
+    text += f", and a tune treats differences above {MAX_TIE:.0%} as real{busy}"
     yield problem(
         "timer noise", text, "stop other programs while you tune, or give the tune cores of its own (taskset)"
     )
 
 
 def spread_of_equals(run: Callable[[], float]) -> tuple[float, float]:
-    """Return how far apart equal candidates seem, as a part of the fastest, and the fastest's seconds.
+    """Return the measured difference of equal candidates, as a share of the fastest's time, and that time.
 
     `run` runs the program once and returns the seconds it took.
     """

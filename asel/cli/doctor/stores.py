@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["stores"]
 
-# Some thousand records with all their samples: below that, a put may fail soon.
+# A few thousand records with all their samples: with less space, a put may fail soon.
 _MIN_FREE_BYTES = 100 << 20
 _MAX_NAMED = 3
 
@@ -47,7 +47,7 @@ def stores(location: str | None) -> Iterator[Finding]:
         yield from _place(Path(found[0].path) if location is not None else default_root())
         if not found:
             yield note("cache", "nothing is stored there yet", "`asel tune`, or a program that uses asel, fills it")
-        yield note("redis", "not asked", "name one with --store redis://... to see whether it answers")
+        yield note("redis", "not checked", "name one with --store redis://... to check whether it answers")
     for cache in found:
         yield from _contents(cache, "redis" if is_remote else "cache")
 
@@ -86,7 +86,7 @@ def _contents(cache: PersistentCache[Any], topic: str) -> Iterator[Finding]:
     taken = f", read in {time.perf_counter() - began:.2g} s" if topic == "redis" else ""
     yield ok(topic, f"{cache.path}: {counted(records, 'good record')}{taken}")
     for bad in rejected[:_MAX_NAMED]:
-        fix = "delete it, or leave it: asel sets it aside when it next wants it, and tunes again"
+        fix = "delete it, or leave it: asel sets it aside when it next reads it, and tunes again"
         yield problem(topic, f"a bad record: {redact(bad.where)}: {redact(bad.reason)}", fix)
     if len(rejected) > _MAX_NAMED:
         yield problem(topic, f"and {len(rejected) - _MAX_NAMED:,} more bad records", "`asel cache ls` names them all")

@@ -18,9 +18,9 @@ __all__ = ["trace"]
 def trace(
     file: Annotated[Path, typer.Argument(help="OTLP JSON lines: of `asel demo`, or of a collector's file exporter.")],
     only: Annotated[
-        str | None, typer.Option("--only", help="Only traces with this in their id, or in the text of a span.")
+        str | None, typer.Option("--only", help="Only traces whose id begins with this, or with this in a span's text.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Show this many traces, the longest.")] = 10,
+    limit: Annotated[int, typer.Option(min=1, help="Number of traces to show, the longest first.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Print the traces of a file as waterfalls; exit with 1 if a part of the file cannot be read."""
@@ -41,7 +41,7 @@ def trace(
             if one.trace_id.startswith(only.lower()) or any(only in label(span) for span in one.spans)
         ]
         if not found:
-            raise InvalidRequestError(f"no trace in {file} matches {only!r}: `asel trace {file}` shows what there is")
+            raise InvalidRequestError(f"no trace in {file} matches {only!r}: `asel trace {file}` shows all of them")
     longest = sorted(found, key=lambda one: one.seconds, reverse=True)[:limit]
     shown = [one for one in found if one in longest]
     if as_json:

@@ -1,4 +1,4 @@
-"""An exporter that appends spans to a file as OTLP JSON, a batch a line."""
+"""An exporter that appends spans to a file as OTLP JSON, one line for each batch."""
 
 from __future__ import annotations
 

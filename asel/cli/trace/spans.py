@@ -1,4 +1,4 @@
-"""Reading spans from OTLP JSON, whoever wrote it."""
+"""Reads spans from OTLP JSON of any program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ERROR = 2
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One span as a waterfall needs it. Times are in nanoseconds since the epoch."""
+    """One span of a waterfall. Times are in nanoseconds since the epoch."""
 
     trace_id: str
     span_id: str
@@ -40,14 +40,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that could not be read, or of which a part could not."""
+    """A line that could not be read completely."""
 
     number: int
     reason: str
 
 
 def read_spans(path: Path) -> tuple[list[Span], list[BadLine]]:
-    """Return the spans in a file of OTLP JSON lines, and the lines that were left out.
+    """Return the spans in a file of OTLP JSON lines, and the lines that could not be read completely.
 
     A file with a single JSON document on several lines is read as well; lines of metrics and log records are ignored.
 

@@ -22,7 +22,7 @@ _DURATION = 9
 
 @dataclass(slots=True)
 class Node:
-    """A span and those below it, in the order of their beginnings."""
+    """A span and its children, in order of their start."""
 
     span: Span
     children: list[Node] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Node:
 
 @dataclass(slots=True)
 class Trace:
-    """The spans of one trace; those whose parent is not in the file are roots as well."""
+    """The spans of one trace. A span whose parent is not in the file is a root, too."""
 
     trace_id: str
     roots: list[Node]
@@ -56,7 +56,7 @@ class Trace:
 
 
 def traces_of(spans: Iterable[Span]) -> list[Trace]:
-    """Return the traces by their beginnings."""
+    """Return the traces in order of their start."""
     by_trace: dict[str, dict[str, Node]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
         by_trace.setdefault(span.trace_id, {})[span.span_id] = Node(span)
@@ -76,7 +76,7 @@ def _roots(nodes: dict[str, Node]) -> list[Node]:
 
 
 def _is_above(nodes: dict[str, Node], node: Node, parent: Node) -> bool:
-    """Tell whether a node's parents lead back to itself: in a damaged file they may."""
+    """Return whether a node is its own ancestor, which may happen in a damaged file."""
     seen: set[str] = set()
     above: Node | None = parent
     while above is not None and above.span.span_id not in seen:
@@ -88,16 +88,16 @@ def _is_above(nodes: dict[str, Node], node: Node, parent: Node) -> bool:
 
 
 def label(span: Span) -> str:
-    """Return the name of a span with its most telling attributes."""
+    """Return the name of a span with its most important attributes."""
     facts = span.attributes
-    said = [str(facts[name]) for name in _SHOWN.get(span.name, ("asel.op", "asel.config")) if facts.get(name)]
+    words = [str(facts[name]) for name in _SHOWN.get(span.name, ("asel.op", "asel.config")) if facts.get(name)]
     if facts.get("asel.winner"):
-        said.append("winner")
+        words.append("winner")
     if facts.get("asel.failed") or span.failed:
-        said.append(f"failed: {facts.get('error.type', 'error')}")
+        words.append(f"failed: {facts.get('error.type', 'error')}")
     if span.links:
-        said.append(f"waits for the tune in {span.links[0][0][:8]}" if facts.get("asel.wait_s") else "linked")
-    return redact(" ".join([span.name, *said]))
+        words.append(f"waits for the tune in {span.links[0][0][:8]}" if facts.get("asel.wait_s") else "linked")
+    return redact(" ".join([span.name, *words]))
 
 
 _SHOWN = {
@@ -138,6 +138,6 @@ def print_trace(out: Console, trace: Trace) -> None:
 def _colour(span: Span) -> str:
     if span.failed:
         return "red"
-    if span.attributes.get("asel.failed"):  # data, and no error of the tune
+    if span.attributes.get("asel.failed"):  # a failed candidate is not an error of its tune
         return "yellow"
     return "green" if span.attributes.get("asel.winner") else "cyan"

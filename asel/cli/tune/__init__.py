@@ -1,1 +1,1 @@
-"""`asel tune`: find configs before there is traffic."""
+"""`asel tune`: finds configs before there is traffic."""

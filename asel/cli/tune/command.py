@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asel.cli.errors import FOUND_A_PROBLEM, INTERRUPTED, problem
-from asel.cli.interrupts import run_loop, say_when_stopped
+from asel.cli.interrupts import run_loop, set_stop_message
 from asel.errors import InvalidRequestError
 from asel.redaction import redact
 
@@ -46,13 +46,14 @@ def tune(
         ),
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Seconds a single call may take to tune.", show_default="60")
+        float | None, typer.Option(help="Time limit of each call, in seconds.", show_default="60")
     ] = None,
     total: Annotated[
-        float | None, typer.Option(help="Seconds for all calls: none begins after that.", show_default="no limit")
+        float | None,
+        typer.Option(help="Time limit of all calls, in seconds: no tune begins later.", show_default="no limit"),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="How candidates are tried, as in Tuner(strategy=...).", show_default="Tuner's")
+        str | None, typer.Option(help="Search strategy, as in Tuner(strategy=...).", show_default="Tuner's")
     ] = None,
     isolation: Annotated[
         str | None,
@@ -65,12 +66,12 @@ def tune(
         bool | None,
         typer.Option("--check", help="Refuse candidates whose outputs differ from the default's.", show_default=False),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure again what the store has already.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure existing records again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Find the fastest configs of kernels before there is traffic, and keep them.
+    """Find the fastest configs of kernels before there is traffic, and store them.
 
-    Exits with 1 if a call has no config in the end. Ctrl-C keeps what was measured, and says how to go on.
+    Exits with 1 if a call has no config in the end. Ctrl-C keeps the measurements, and prints the command to continue.
     """
     from asel.selection.policy import tuning_switched_off
 
@@ -85,7 +86,7 @@ def tune(
         "backward": backward,
         "check": check,
     }
-    say_when_stopped(f"stopped. To go on: {_this_command()}")
+    set_stop_message(f"stopped. To go on: {_this_command()}")
     job = _job(target, shapes or [], given, again)
     _run(job, as_json)
     done = sum(row.item.outcome in ("tuned", "known") for row in job.rows)
@@ -101,7 +102,7 @@ def tune(
 
 
 def _this_command() -> str:
-    """Return the command that goes on with this one, without the password of a store."""
+    """Return the command to continue, without the password of a store."""
     return redact(shlex.join(["asel", *(part for part in sys.argv[1:] if part != "--again")]))
 
 
@@ -136,7 +137,7 @@ def _refuse_unwritable(store: str) -> None:
     reason = why_not_writable(existing_folder(path))
     if reason is not None:
         raise InvalidRequestError(
-            f"no result could be kept in {store}: {reason}; "
+            f"no result could be stored in {store}: {reason}; "
             "give this user the right to write there, or name another --store"
         )
 

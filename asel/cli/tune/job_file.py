@@ -38,7 +38,7 @@ def read_job_file(path: Path) -> Target:
     """Return the calls and options of a job file.
 
     Raises:
-        InvalidRequestError: it is not one. The message says what is wrong where.
+        InvalidRequestError: it is not a valid job file. The message has the place and the fix.
     """
     try:
         facts = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Tunes a list of calls, with a selector for each cache and objective; handles Ctrl-C."""
+"""Tunes a list of calls with one selector for each cache and objective; handles Ctrl-C."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to tune."""
+    """The options of `asel tune`."""
 
     store: str | None = None
     budget_s: float = 60.0
@@ -89,9 +89,9 @@ class Job:
     ended: list[BatchItem] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     interrupted: bool = False
-    """Ctrl-C was pressed: no tune begins any more."""
+    """Whether Ctrl-C was pressed: no more tunes begin."""
     cancelled: bool = False
-    """The running tune is not waited for, either."""
+    """Whether the running tune was cancelled, too."""
     scope: anyio.CancelScope | None = None
     selector: ConfigSelectorChain[Any, Any] | None = None
 
@@ -102,13 +102,13 @@ class Job:
 
     @property
     def left_s(self) -> float | None:
-        """How long the rest may take, if each call takes as long as those so far."""
+        """The estimated time for the remaining calls, from the average so far."""
         done = len(self.ended)
         return (time.monotonic() - self.began) / done * (len(self.calls) - done) if done else None
 
 
 async def tune_all(job: Job) -> None:
-    """Tune every call. The first Ctrl-C ends the tune that runs with the best so far, the second at once.
+    """Tune every call. The first Ctrl-C ends the running tune with the best result so far, the second cancels it.
 
     Raises:
         StoreError: a store does not answer. Nothing has been tuned then.
@@ -162,12 +162,12 @@ async def _tune_group(job: Job, name: str, backward: bool, calls: list[Call]) ->
 
 def _selector(job: Job, name: str, backward: bool) -> ConfigSelectorChain[Any, Any]:
     options = job.options
-    # Without heuristics, so that a tune in which all candidates failed says so.
+    # Without heuristics, so that a call whose candidates all failed is reported as failed.
     policy = AutotunePolicy(
         allow_heuristics=False,
         validate_backward=backward,
         tune_budget_s=options.budget_s,
-        candidate_timeout_s=min(AutotunePolicy().candidate_timeout_s, options.budget_s),  # one may hang
+        candidate_timeout_s=min(AutotunePolicy().candidate_timeout_s, options.budget_s),  # a candidate may hang
     )
     strategy = {} if options.strategy is None else {"strategy": options.strategy}
     tuner: Tuner[Any] = Tuner(isolation=options.isolation, check=options.check, **strategy)  # type: ignore[arg-type]
@@ -177,16 +177,16 @@ def _selector(job: Job, name: str, backward: bool) -> ConfigSelectorChain[Any, A
     )
 
 
-def _note(job: Job, told: BatchProgress) -> None:
-    if told.ended is not None:
-        item = _unless_stopped(job, told.ended)
+def _note(job: Job, progress: BatchProgress) -> None:
+    if progress.ended is not None:
+        item = _unless_stopped(job, progress.ended)
         job.ended.append(item)
         if item.outcome != "left":
             job.on_row(item)
 
 
 def _is_to_do_again(options: Options, entry: Entry | None) -> bool:
-    """Tell whether to measure a known record again: on request, or if its tune had less time and skipped candidates."""
+    """Return whether to measure a record again: on request, or if its tune had less time and skipped candidates."""
     if options.again:
         return True
     report = None if entry is None else entry.report
@@ -205,17 +205,17 @@ async def _retune(selector: ConfigSelectorChain[Any, Any], call: Call, item: Bat
 
 
 def _unless_stopped(job: Job, item: BatchItem) -> BatchItem:
-    """Return an item as it is to be shown: a call that Ctrl-C kept from being tuned has not failed, it is left."""
+    """Return the item to show: a call that was not tuned because of Ctrl-C counts as left, not as failed."""
     if job.interrupted and isinstance(item.error, NoConfigError):
         return replace(item, error=None, tier=None, cfg=None)
     return item
 
 
 def _interrupted(calls: Iterable[Call], ended: Iterable[BatchItem]) -> list[BatchItem]:
-    """Return the items of a batch that was cancelled: those that have ended, and the calls that are left."""
-    known = {(item.op_id, item.call): item for item in ended}
+    """Return the items of a cancelled batch: those that have ended, and new ones for the remaining calls."""
+    by_name = {(item.op_id, item.call): item for item in ended}
     names = [(call.kernel.op_id, call_text(call.inv, call.kernel)) for call in calls]
-    return [known.get(name, BatchItem(*name)) for name in names]
+    return [by_name.get(name, BatchItem(*name)) for name in names]
 
 
 async def _entries(store: str | None, name: str, items: Iterable[BatchItem]) -> dict[CacheKey | None, Entry]:
@@ -223,7 +223,7 @@ async def _entries(store: str | None, name: str, items: Iterable[BatchItem]) -> 
     keys = {item.key for item in items if item.key is not None}
     try:
         entries, _ = await entries_of(cache_to_fill(store, name), lambda record: record.key in keys)
-    except AselError:  # the configs are known all the same
+    except AselError:  # the batch has the configs all the same
         return {}
     return {one.record.key: one for one in sorted(entries, key=lambda one: one.record.created)}
 
@@ -239,7 +239,7 @@ async def _await_interrupt(job: Job) -> None:
 
 
 def _end_early(selector: ConfigSelectorChain[Any, Any]) -> bool:
-    """Have the running tunes end with the best so far; return False if none has two candidates to compare yet."""
+    """End the running tunes with the best result so far; return False if none has measured two candidates yet."""
     selector.freeze()
     running = [tune.state for tune in selector._tunes.shared.in_flight if _can_compare(tune.state)]
     for state in running:

@@ -41,7 +41,7 @@ def target_calls(target: str, shapes: Sequence[str]) -> Target:
     """Return the calls of a target.
 
     Raises:
-        InvalidRequestError: it is none, or it has none. The message has the fix.
+        InvalidRequestError: it is not a target, or has no calls. The message has the fix.
     """
     path = Path(target)
     if path.suffix == ".toml":
@@ -57,7 +57,7 @@ def target_calls(target: str, shapes: Sequence[str]) -> Target:
     kernel = kernel_at(target)
     if not shapes:
         raise InvalidRequestError(
-            f"say which calls of {target} to tune: --shapes '{_example_shapes(kernel)}', with the shapes you use"
+            f"name the calls of {target} to tune: --shapes '{_example_shapes(kernel)}', with your shapes"
         )
     return Target(tuple(Call(kernel, parse_call(text, kernel)) for text in shapes))
 
@@ -89,7 +89,7 @@ def _module_of_file(path: Path) -> str:
     _import(path.stem)
     found = getattr(sys.modules[path.stem], "__file__", None)
     if found is None or Path(found).resolve() != path:
-        raise InvalidRequestError(f"{path} hides behind another module named {path.stem!r}, {found}: rename the file")
+        raise InvalidRequestError(f"{path} is shadowed by another module named {path.stem!r}, {found}: rename the file")
     return path.stem
 
 
@@ -105,7 +105,7 @@ def _import(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
             raise InvalidRequestError(
-                f"{module} cannot be imported: it needs {error.name}, which is missing"
+                f"{module} cannot be imported: it needs {error.name}, which is not installed"
             ) from error
         raise InvalidRequestError(
             f"there is no module {module!r}: install it, go to the directory that has it, or name its file"
@@ -113,15 +113,15 @@ def _import(module: str) -> Any:
     except Exception as error:
         kind = type(error).__name__
         raise InvalidRequestError(
-            f"{module} fails when it is imported: {kind}: {redact(error)}; --debug shows where"
+            f"{module} cannot be imported: {kind}: {redact(error)}; --debug shows the traceback"
         ) from error
 
 
 def _kernel_in(module: str, name: str, target: str) -> Any:
     loaded = _import(module)
-    found = {known: value for known, value in vars(loaded).items() if _is_kernel(value, module)}
-    made = {type(value) for value in found.values()}
-    names = [known for known, value in found.items() if value not in made]  # a kernel's class is not another kernel
+    found = {attribute: value for attribute, value in vars(loaded).items() if _is_kernel(value, module)}
+    classes = {type(value) for value in found.values()}
+    names = [attribute for attribute, value in found.items() if value not in classes]  # a class is not another kernel
     if not name:
         if len(names) != 1:
             listed = ", ".join(names) or "none"
@@ -139,7 +139,7 @@ def _kernel_in(module: str, name: str, target: str) -> Any:
 def _is_kernel(value: Any, module: str) -> bool:
     if not all(hasattr(value, method) for method in ("run", "candidate_cfgs", "heuristic_cfg")):
         return False
-    # A class that was imported is a base class here, or another module's kernel.
+    # An imported class is a base class here, or another module's kernel.
     return not isinstance(value, type) or value.__module__ == module
 
 

@@ -65,7 +65,7 @@ def _frame(job: Job, to: Console) -> Group:
 
 
 def print_summary(job: Job, to: Console) -> None:
-    """Print a table of the calls, why some have no config, and why candidates of the others failed."""
+    """Print a table of the calls, and the reasons of those without a config and of failed candidates."""
     names = ["call", "outcome", "config", "speed-up", "time"]
     rows = [
         [
@@ -102,7 +102,7 @@ def _speedup(row: Row) -> str:
 
 
 def facts(job: Job) -> list[dict[str, Any]]:
-    """Return the result for each call, for scripts."""
+    """Return the result of each call as JSON values, for scripts."""
     found = []
     for row in job.rows:
         item, entry = row.item, row.entry

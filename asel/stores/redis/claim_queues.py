@@ -20,9 +20,9 @@ Queues: TypeAlias = "dict[Hashable, OrderedDict[Place, None]]"
 class Place:
     """A caller's place in a queue."""
 
-    def __init__(self, queues: Queues, what: Hashable) -> None:
+    def __init__(self, queues: Queues, claim: Hashable) -> None:
         self._queues = queues
-        self._what = what
+        self._claim = claim
         self._news = anyio.Event()
         self._failure: StoreError | None = None
         self.record: Record | None = None
@@ -34,32 +34,32 @@ class Place:
         Raises:
             StoreError: a request of a caller ahead failed.
         """
-        waiting = self._queues.setdefault(self._what, OrderedDict())
-        waiting[self] = None
-        if next(iter(waiting)) is not self and not self._news.is_set():
+        queue = self._queues.setdefault(self._claim, OrderedDict())
+        queue[self] = None
+        if next(iter(queue)) is not self and not self._news.is_set():
             await self._news.wait()
         if self._failure is not None:
             raise StoreError(str(self._failure), location=self._failure.location)
         return self.record is None
 
     def share(self, record: Record) -> None:
-        """Hand a record to every caller in the queue."""
-        for place in self._queues.get(self._what, {}):
+        """Pass a record to every caller in the queue."""
+        for place in self._queues.get(self._claim, {}):
             place.record = record
             place._news.set()
 
     def fail(self, error: StoreError) -> None:
-        """Fail every caller in the queue: otherwise each would wait for the same timeout in turn."""
-        for place in self._queues.get(self._what, {}):
+        """Fail every caller in the queue: otherwise each in turn would wait for the same timeout."""
+        for place in self._queues.get(self._claim, {}):
             place._failure = error
             place._news.set()
 
     def leave(self) -> None:
-        waiting = self._queues.get(self._what)
-        if waiting is None or self not in waiting:
+        queue = self._queues.get(self._claim)
+        if queue is None or self not in queue:
             return
-        del waiting[self]
-        if waiting:
-            next(iter(waiting))._news.set()
+        del queue[self]
+        if queue:
+            next(iter(queue))._news.set()
         else:
-            del self._queues[self._what]
+            del self._queues[self._claim]

@@ -14,25 +14,25 @@ from asel.errors import StoreError
 from asel.runtime.limiter import Limiter
 from asel.runtime.loop import spawn_loop_task
 from asel.stores.redis.claim_queues import Queues
-from asel.stores.redis.connection import Dialer, Opening, RedisConnection
+from asel.stores.redis.connection import ConnectAttempt, Dialer, RedisConnection
 from asel.stores.redis.refusals import explain
 from asel.stores.redis.scripts import Script
 from asel.stores.redis.url import Target
 from asel.stores.redis.wakeups import ChannelRights, Wakeups
 
-__all__ = ["KeptLink", "Link", "Turn", "helpers", "linked"]
+__all__ = ["Link", "SharedLink", "Turn", "background_tasks", "linked"]
 
 # Concurrent operations. 3,000 gets take 1.16 s with 4 in flight, 0.95 s with 16, 0.90 s with 64, and 1.0 s with 256 or
 # with no limit: beyond 64, latency grows and throughput does not.
 MAX_IN_FLIGHT = 64
-# Ticks per `timeout_s`. However long the event loop is blocked by other work, that costs one tick; reading an answer
-# that arrived meanwhile takes two or three rounds of the loop, so it is read before the ticks run out.
+# Ticks per `timeout_s`. A blocked event loop costs one tick, for any duration. Reading an answer that arrived meanwhile
+# takes two or three rounds of the loop, so it is read before the ticks run out.
 _TICKS = 8
 
 
 @asynccontextmanager
-async def helpers() -> AsyncIterator[TaskGroup]:
-    """Run tasks that end with the block; the block's own error is raised as it is, not in a group."""
+async def background_tasks() -> AsyncIterator[TaskGroup]:
+    """Run tasks that end with the block. An error of the block is raised itself, not in a group."""
     failure: Exception | None = None
     async with anyio.create_task_group() as tasks:
         try:
@@ -48,7 +48,7 @@ async def helpers() -> AsyncIterator[TaskGroup]:
 @asynccontextmanager
 async def linked(target: Target, rights: ChannelRights) -> AsyncIterator[Link]:
     """Give a link for the block; it connects on first use."""
-    async with helpers() as tasks:
+    async with background_tasks() as tasks:
         link = Link(target, tasks, rights)
         try:
             yield link
@@ -56,38 +56,38 @@ async def linked(target: Target, rights: ChannelRights) -> AsyncIterator[Link]:
             link.close()
 
 
-class KeptLink:
-    """A link that tasks of one event loop share, until the last of them leaves.
+class SharedLink:
+    """A link that the tasks of one event loop share; it is closed when the last of them leaves.
 
-    It lives in its own task, because the tasks that share it come and go in any order, and none of
-    them may take the connection from the others.
+    It has its own task, because the tasks that share it may end in any order, and the end of one must not close the
+    connection of the others.
     """
 
     def __init__(self, target: Target, rights: ChannelRights) -> None:
-        self.keepers = 0
+        self.users = 0
         self.link: Link
         self._target = target
         self._rights = rights
-        self._ready, self._over, self._gone = anyio.Event(), anyio.Event(), anyio.Event()
-        self._task = spawn_loop_task(self._live)
+        self._ready, self._should_end, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
+        self._task = spawn_loop_task(self._run)
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         try:
             async with linked(self._target, self._rights) as self.link:
                 self._ready.set()
-                await self._over.wait()
+                await self._should_end.wait()
         finally:
-            self._gone.set()
+            self._ended.set()
 
     async def ready(self) -> None:
         if not self._ready.is_set():
             await self._ready.wait()
 
     async def end(self) -> None:
-        """Close the connections, within the time an operation may take."""
-        self._over.set()
+        """Close the connections, within the time limit of an operation."""
+        self._should_end.set()
         with anyio.move_on_after(self._target.timeout_s, shield=True):
-            await self._gone.wait()
+            await self._ended.wait()
 
 
 class Link:
@@ -111,10 +111,10 @@ class Link:
 
     @asynccontextmanager
     async def turn(self, *, urgent: bool = False) -> AsyncIterator[Turn]:
-        """Run one operation within `timeout_s`, counted from when it is admitted.
+        """Run one operation within `timeout_s`, which begins when the operation leaves the queue.
 
-        Waiting for other operations of this process does not count. When one of them times out, those in the queue
-        fail with it, because Redis would not answer them either. `urgent` operations skip the queue.
+        When an operation times out, those in the queue fail with it, because Redis would not answer them either.
+        `urgent` operations skip the queue.
         """
         async with AsyncExitStack() as stack:
             if not urgent:
@@ -130,7 +130,7 @@ class Link:
                 turn.give_up()
                 for waiting in self._queued:
                     waiting.cancel()
-                raise self.failure(self._late) from None
+                raise self.failure(self._timeout_text) from None
 
     async def _take_slot(self, stack: AsyncExitStack) -> None:
         with anyio.CancelScope() as waiting:
@@ -140,7 +140,7 @@ class Link:
             finally:
                 self._queued.discard(waiting)
         if waiting.cancelled_caught:
-            raise self.failure(self._late)
+            raise self.failure(self._timeout_text)
 
     def _watch(self, turn: Turn) -> None:
         self._turns.add(turn)
@@ -159,7 +159,7 @@ class Link:
                 turn.count_down()
 
     @property
-    def _late(self) -> str:
+    def _timeout_text(self) -> str:
         question = "is it up, and near?" if self.target.tls is None else "is it up, near, and does it speak TLS?"
         return f"did not answer within {self.timeout_s:g} s: {question}"
 
@@ -168,14 +168,14 @@ class Link:
 
 
 class Turn:
-    """One operation: a request to Redis, or a few."""
+    """One operation: one or a few requests to Redis."""
 
     def __init__(self, link: Link, scope: anyio.CancelScope) -> None:
         self._link = link
         self._scope = scope
         self._ticks_left = _TICKS
-        self._used: list[Opening[RedisConnection]] = []
-        self._asking = False
+        self._used: list[ConnectAttempt[RedisConnection]] = []
+        self._awaits_answer = False
 
     async def run(
         self,
@@ -185,23 +185,23 @@ class Turn:
         before: Callable[[], object] = lambda: None,
         once: bool = False,
     ) -> Any:
-        """Return what a script returns; `before` is called just before it is sent.
+        """Run a script and return its result; `before` is called immediately before it is sent.
 
-        If a connection turns out to be dead, the script is sent again over a new one, unless `once`.
+        If the connection turns out to be dead, the script is sent again over a new one, unless `once`.
         """
 
         async def request(connection: RedisConnection) -> Any:
             before()
-            rest = (len(keys), *keys, *args)
+            arguments = (len(keys), *keys, *args)
             try:
-                return await connection.create_request(b"EVALSHA", script.sha, *rest, decode=False)
-            except NoScriptError:  # a new Redis, or one that was restarted
-                return await connection.create_request(b"EVAL", script.text, *rest, decode=False)
+                return await connection.create_request(b"EVALSHA", script.sha, *arguments, decode=False)
+            except NoScriptError:  # a new or restarted Redis
+                return await connection.create_request(b"EVAL", script.text, *arguments, decode=False)
 
         return await self._ask(request, once=once)
 
     async def call(self, command: bytes, *args: bytes | str | int) -> Any:
-        """Return what a command returns."""
+        """Run a command and return its result."""
 
         async def request(connection: RedisConnection) -> Any:
             return await connection.create_request(command, *args, decode=False)
@@ -214,20 +214,20 @@ class Turn:
         self._ticks_left -= 1
 
     def give_up(self) -> None:
-        """Drop the connection if an answer is outstanding: it may never come, and would come too late."""
-        if self._asking and self._used:
+        """Drop the connection if an answer is outstanding: it may never arrive, and would be too late."""
+        if self._awaits_answer and self._used:
             self._used[-1].drop(f"no answer within {self._link.timeout_s:g} s")
 
     async def _ask(self, request: Callable[[RedisConnection], Awaitable[Any]], *, once: bool = False) -> Any:
-        self._asking = True
+        self._awaits_answer = True
         try:
             answer = await self._on_a_live_connection(request, once)
         except Exception as error:
-            trouble = explain(error, self._link.target, is_greeting=not any(one.welcome for one in self._used[-1:]))
+            trouble = explain(error, self._link.target, is_greeting=not any(one.greeted for one in self._used[-1:]))
         else:
-            self._asking = False
+            self._awaits_answer = False
             return answer
-        self._asking = False
+        self._awaits_answer = False
         # Outside the handler: Redis's answer may repeat the password, and would be this error's context.
         raise self._link.failure(trouble)
 
@@ -240,8 +240,8 @@ class Turn:
         except BusyLoadingError:
             raise
         except ConnectionError:
-            # An old connection may have died unnoticed, before Redis heard of this or after; or another
-            # caller's time was up.
+            # An old connection may have died unnoticed, before or after Redis received the request; or another caller
+            # dropped it after a timeout.
             is_old = self._used[-1] is latest or self._used[-1].dropped
             if once or dialer.closed or not is_old:
                 raise

@@ -1,7 +1,7 @@
 """A connection to Redis that is opened when needed, shared by many tasks, and reopened when lost.
 
-coredis has a pool, but a place in it is lost whenever a connection fails or its caller is cancelled in the
-wrong moment, and after 64 of those it hangs. So asel keeps single connections of coredis's.
+coredis has a pool, but it loses a slot whenever a connection fails or its caller is cancelled at the wrong moment, and
+after 64 losses it hangs. So asel uses coredis's single connections.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from coredis.exceptions import ConnectionError
 
 from asel.stores.redis.url import Target
 
-__all__ = ["Dialer", "Opening", "RedisConnection"]
+__all__ = ["ConnectAttempt", "Dialer", "RedisConnection"]
 
 
 class RedisConnection(BaseConnection):
-    """One connection over a stream that is open already, so that coredis never has to clean up a half-open one."""
+    """A connection over a stream that is already open, so that coredis never has to clean up a half-open one."""
 
     def __init__(self, stream: ByteStream, target: Target) -> None:
         location = TCPLocation(target.host, target.port)
         super().__init__(location, username=target.username, password=target.password, db=target.db)
-        self._made = stream
+        self._open_stream = stream
 
     async def _connect(self) -> ByteStream:
-        return self._made
+        return self._open_stream
 
     def describe(self) -> str:
         return f"RedisConnection<{self.location}>"
@@ -42,26 +42,26 @@ class RedisConnection(BaseConnection):
 AnyConnection = TypeVar("AnyConnection", bound=RedisConnection)
 
 
-class Opening(Generic[AnyConnection]):
-    """One attempt to connect, and its result; the dialer makes it, and any number of tasks wait for it."""
+class ConnectAttempt(Generic[AnyConnection]):
+    """One attempt to connect, and its result. Any number of tasks may wait for it."""
 
     def __init__(self) -> None:
-        self.over = anyio.Event()
-        self.gone = anyio.Event()
+        self.settled = anyio.Event()
+        self.lost = anyio.Event()
         self.scope = anyio.CancelScope(shield=True)
         self.connection: AnyConnection | None = None
         self.error: Exception | None = None
         self.dropped = False
-        self.welcome = False
+        self.greeted = False
 
     @property
     def usable(self) -> bool:
-        return self.over.is_set() and self.connection is not None and self.connection.usable
+        return self.settled.is_set() and self.connection is not None and self.connection.usable
 
     def started(self, _: object = None) -> None:
-        """Called by a connection once it can be used."""
-        self.welcome = True
-        self.over.set()
+        """Note that the connection can be used; coredis calls this."""
+        self.greeted = True
+        self.settled.set()
 
     def drop(self, reason: str) -> None:
         self.dropped = True
@@ -74,12 +74,12 @@ class Opening(Generic[AnyConnection]):
 class Dialer(Generic[AnyConnection]):
     """Connects to one Redis in one event loop, and reconnects when the connection is lost.
 
-    Its tasks are shielded from the cancellation of the block they live in, and end when the dialer is closed: a
-    claim is given back after its holder was cancelled, and needs the connection for that.
+    Its tasks are shielded from cancellation of their task group, and end when the dialer is closed: a claim
+    is released after its holder was cancelled, which needs the connection.
     """
 
     def __init__(self, target: Target, tasks: TaskGroup, make: Callable[[ByteStream, Target], AnyConnection]) -> None:
-        self.latest: Opening[AnyConnection] | None = None
+        self.latest: ConnectAttempt[AnyConnection] | None = None
         self.closed = False
         self._target = target
         self._tasks = tasks
@@ -90,36 +90,36 @@ class Dialer(Generic[AnyConnection]):
         if self.latest is not None:
             self.latest.drop("the store was closed")
 
-    async def connected(self, used: list[Opening[AnyConnection]]) -> AnyConnection:
-        """Return a usable connection, and append the attempts it took to `used`.
+    async def connected(self, used: list[ConnectAttempt[AnyConnection]]) -> AnyConnection:
+        """Return a usable connection, and append the attempts to connect to `used`.
 
         Raises:
             Exception: the error of the attempt to connect.
         """
         while not self.closed:
-            opening = self.latest
-            if opening is None or (opening.over.is_set() and not opening.usable):
-                opening = self.latest = Opening()
-                self._tasks.start_soon(self._open, opening)
-            used.append(opening)
-            await opening.over.wait()
-            if opening.connection is not None and opening.usable and not opening.dropped:
-                return opening.connection
-            if opening.error is not None and not opening.dropped:
-                raise opening.error
+            attempt = self.latest
+            if attempt is None or (attempt.settled.is_set() and not attempt.usable):
+                attempt = self.latest = ConnectAttempt()
+                self._tasks.start_soon(self._open, attempt)
+            used.append(attempt)
+            await attempt.settled.wait()
+            if attempt.connection is not None and attempt.usable and not attempt.dropped:
+                return attempt.connection
+            if attempt.error is not None and not attempt.dropped:
+                raise attempt.error
         raise ConnectionError("the store was closed")
 
     async def until_lost(self) -> None:
-        """Return when the current connection is lost; never, if there is none."""
+        """Wait until the current connection is lost; for ever, if there is none."""
         if self.latest is None or not self.latest.usable:
             await anyio.sleep_forever()
         else:
-            await self.latest.gone.wait()
+            await self.latest.lost.wait()
 
-    async def _open(self, opening: Opening[AnyConnection]) -> None:
+    async def _open(self, attempt: ConnectAttempt[AnyConnection]) -> None:
         target = self._target
         try:
-            with opening.scope:
+            with attempt.scope:
                 stream: ByteStream
                 if target.tls is None:
                     stream = await anyio.connect_tcp(target.host, target.port)
@@ -127,11 +127,11 @@ class Dialer(Generic[AnyConnection]):
                     stream = await anyio.connect_tcp(
                         target.host, target.port, ssl_context=target.tls, tls_standard_compatible=False
                     )
-                opening.connection = self._make(stream, target)
-                await opening.connection.run(task_status=opening)
+                attempt.connection = self._make(stream, target)
+                await attempt.connection.run(task_status=attempt)
         except Exception as error:  # a host name that cannot be encoded is a UnicodeError
-            opening.error = error
+            attempt.error = error
         finally:
-            opening.error = opening.error or ConnectionError("the connection was closed")
-            opening.over.set()
-            opening.gone.set()
+            attempt.error = attempt.error or ConnectionError("the connection was closed")
+            attempt.settled.set()
+            attempt.lost.set()

@@ -24,7 +24,8 @@ __all__ = ["CHANNEL_RIGHTS", "RIGHTS", "explain"]
 CHANNEL_RIGHTS = "resetchannels &{prefix}:* +@pubsub"
 RIGHTS = "~{prefix}:* +@connection +@scripting +@read +@write " + CHANNEL_RIGHTS
 
-# The class coredis gives it, the words Redis itself begins with (a script's error has them inside), and ours.
+# coredis's class for the error, the words at the beginning of Redis's message (a script's error has them inside), and
+# asel's explanation.
 _MEANINGS: list[tuple[type[Exception] | None, str, str]] = [
     (AuthenticationRequiredError, "NOAUTH", "wants a password: put it into the URL, redis://:password@host"),
     (AuthenticationFailureError, "WRONGPASS", "refused the user or the password in the URL: correct them"),
@@ -48,28 +49,28 @@ _MEANINGS: list[tuple[type[Exception] | None, str, str]] = [
 def explain(error: Exception, target: Target, *, is_greeting: bool = False) -> str:
     """Return an explanation to follow "Redis at ...", without the password.
 
-    The password is sent with the greeting, and whatever server answers may echo it in any encoding: no word of such
-    an answer is repeated.
+    The password is sent with the greeting, and the server may echo it in any encoding, so no word of its answer to the
+    greeting is repeated.
     """
-    said = _words(error)
+    text = _words(error)
     for kind, words, meaning in _MEANINGS:
-        if (kind is not None and isinstance(error, kind)) or re.search(rf"(^|-|\s)({words})\s", said):
+        if (kind is not None and isinstance(error, kind)) or re.search(rf"(^|-|\s)({words})\s", text):
             return meaning.format(prefix=target.prefix)
-    if "DB index is out of range" in said:
+    if "DB index is out of range" in text:
         return f"has no database {target.db}: give a lower one after the host in the URL"
     if isinstance(error, OSError):
-        return f"cannot be reached ({said}): start it, or correct the URL"
-    if is_greeting and _is_loss(error):
+        return f"cannot be reached ({text}): start it, or correct the URL"
+    if is_greeting and _is_lost_connection(error):
         return (
             "closed the connection during the greeting: it may be restarting, have no room for more clients"
             " (maxclients), or want TLS (rediss://)"
         )
     if is_greeting:
         return f"did not answer as a Redis of version 6 or later does ({type(error).__name__}): is it one?"
-    return f"failed: {said}"
+    return f"failed: {text}"
 
 
-def _is_loss(error: BaseException | None) -> bool:
+def _is_lost_connection(error: BaseException | None) -> bool:
     # coredis raises the same error for a lost connection and for a greeting it cannot parse.
     while error is not None and not isinstance(error, EndOfStream | BrokenResourceError | ClosedResourceError):
         error = error.__cause__
@@ -77,7 +78,7 @@ def _is_loss(error: BaseException | None) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    # anyio says that all attempts failed, and has the reason of each as the cause.
+    # anyio's own message is that all attempts failed; the reasons are in the cause.
     cause = error.__cause__
     if isinstance(error, OSError) and isinstance(cause, BaseExceptionGroup):
         return "; ".join(dict.fromkeys(_words(one) for one in cause.exceptions))

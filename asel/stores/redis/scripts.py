@@ -1,7 +1,7 @@
 """The Lua scripts that Redis runs as one step each, and the names of its keys.
 
-A script runs without interruption, so the keys it reads cannot change before it acts. Nothing is undone if a script
-fails half-way: steps that Redis may refuse, for lack of memory say, come before steps that must not stand alone.
+A script runs without interruption, so the keys that it reads cannot change before it acts. If a script fails half-way,
+nothing is undone, so steps that Redis may refuse, such as for lack of memory, come before steps that depend on them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A Lua script and the name Redis knows it by."""
+    """A Lua script and its SHA-1, by which Redis finds it."""
 
     text: str
     sha: str = field(init=False)
@@ -70,7 +70,7 @@ class Names:
         return "another version's record" if is_record else ""
 
     def index(self, key_digest: str) -> bytes:
-        """The digests of the addresses that one key has records for."""
+        """The set of the digests of a key's addresses."""
         return self._name("key", key_digest)
 
     def index_of(self, digest: bytes) -> bytes:
@@ -80,11 +80,11 @@ class Names:
         return self._name("lease", address.digest)
 
     def wake(self, address: Address) -> bytes:
-        """The channel that tells waiters to look again."""
+        """The channel of wake-ups for waiters."""
         return self._name("wake", address.digest)
 
     def set_aside(self, digest: bytes) -> bytes:
-        """The last bad value of an address: one for each, so that they cannot fill the server."""
+        """The last bad value of an address. Only one is kept, so that bad values cannot fill the server."""
         return self._name("set-aside", "") + digest
 
 
@@ -96,10 +96,10 @@ def tag(found: Any) -> bytes:
     return b"%b:%d" % (kind, size)
 
 
-# Returned by a script that did its work but was not allowed to publish: the user has no rights to the channel.
+# Returned by a script that did its work but could not publish, because the user has no right to the channel.
 UNPUBLISHED = 2
 
-# Bad records are kept for people to look at: the last of each address, for a week.
+# Bad records are kept for people to examine: the last of each address, for a week.
 _KEEP_ASIDE = f"""
 local function set_aside(key, aside)
   redis.call('RENAME', key, aside)
@@ -143,7 +143,7 @@ return found
 """
 )
 
-# Returns the record that was there first; nothing, or UNPUBLISHED, if ours was stored.
+# Returns the existing record, if ours was not stored; otherwise nothing, or UNPUBLISHED.
 PUT = Script(
     _LOOK
     + _KEEP_ASIDE
@@ -212,8 +212,8 @@ end
 return 0
 """)
 
-# Returns 0 once the lease is the token's, else for how many milliseconds it is another's. Asking again with
-# one's own token is safe: the first answer may have been lost. A lease that never expires was not made by asel.
+# Returns 0 if the token has the lease now, otherwise the milliseconds until the other holder's lease ends. Repeating it
+# with the same token is safe: the first answer may have been lost. A lease that never expires was not made by asel.
 ACQUIRE = Script(
     _LOOK
     + """
@@ -224,15 +224,15 @@ return 0
 """
 )
 
-# A lease that Redis lost in a restart, or that expired while Redis was unreachable, is taken again if it is free. It
-# keeps others from tuning, but under another token, because a claim that was lost must not replace newer records.
-_AGAIN = """
+# A lease that Redis lost in a restart, or that expired while Redis was unreachable, is taken again if it is free. This
+# keeps others from tuning. It has another token, because a claim that was lost must not replace newer records.
+_IS_OURS = """
 local function is_ours(key, token) return is(key, token) or is(key, token .. ':again') end
 """
 
 RENEW = Script(
     _LOOK
-    + _AGAIN
+    + _IS_OURS
     + """
 if is_ours(KEYS[1], ARGV[1]) then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
@@ -243,7 +243,7 @@ return 1
 
 RELEASE = Script(
     _LOOK
-    + _AGAIN
+    + _IS_OURS
     + _PUBLISH
     + """
 if not is_ours(KEYS[1], ARGV[1]) then return 0 end

@@ -30,13 +30,13 @@ from asel.stores.redis.url import Target
 from asel.stores.summaries import Addressed, RecordLine
 
 if TYPE_CHECKING:
-    from asel.stores.redis.client import KeptLink, Link, Turn
+    from asel.stores.redis.client import Link, SharedLink, Turn
 
 __all__ = ["RedisStore"]
 
 R = TypeVar("R", bound=Addressed)
 
-# Lines that are read and summarized in one go: few, because Redis answers no other client while it sends them.
+# Lines that are read and summarized at a time: few, because Redis answers no other client while it reads them.
 _SCAN_BATCH = 16
 
 
@@ -47,14 +47,14 @@ class RedisStore(StoreDefaults):
     (how long a record lasts), `timeout_s=` (an operation, 2 by default) and, for TLS, `ssl_ca_certs=`,
     `ssl_certfile=`, `ssl_keyfile=`, `ssl_check_hostname=`, `ssl_cert_reqs=` in its query.
 
-    `timeout_s` limits a whole operation: connecting, requests and retries. A listing has it for each page, and a
-    claim for each attempt within `wait_s`. Concurrent operations queue, and time in the queue does not count.
+    `timeout_s` limits a whole operation: connecting, requests and retries. It applies to each page of a listing, and
+    to each attempt of a claim within `wait_s`. Concurrent operations queue, and time in the queue does not count.
 
     Within `async with store:` one connection serves all tasks of that event loop; without it, concurrent operations
     share one. Waiting for a claim opens a second connection, for wake-ups; a user without the right to subscribe
     polls instead. Entering succeeds while Redis is down.
 
-    An acknowledged put is as durable as that Redis is configured to be.
+    How durable an acknowledged put is depends on the configuration of Redis.
 
     Raises:
         InvalidRequestError: the URL cannot be understood, or `coredis` is not installed.
@@ -65,15 +65,14 @@ class RedisStore(StoreDefaults):
             raise InvalidRequestError(f"renew_s={renew_s} must be above 0 and below lease_s={lease_s}")
         self._target = Target.from_url(url)
         try:
-            from asel.stores.redis import client as links
-            from asel.stores.redis import leases, wakeups
+            from asel.stores.redis import client, leases, wakeups
         except ModuleNotFoundError as error:
             raise InvalidRequestError("a Redis store needs coredis: pip install 'asel[redis]'") from error
         self._rights = wakeups.ChannelRights(self._target)
-        self._keep = partial(links.KeptLink, self._target, self._rights)
+        self._make_link = partial(client.SharedLink, self._target, self._rights)
         self._lease = partial(leases.Lease, lease_s=lease_s, renew_s=renew_s)
         self._names = Names(self._target.prefix)
-        self._kept: dict[object, KeptLink] = {}
+        self._links: dict[object, SharedLink] = {}
         self._reported: set[tuple[bytes, bytes]] = set()
         self.on_rejected: Callable[[Rejected], object] = log_rejected
 
@@ -85,52 +84,52 @@ class RedisStore(StoreDefaults):
         return f"RedisStore({self.location!r})"
 
     async def __aenter__(self) -> RedisStore:
-        kept = self._kept.get(_loop())
-        if kept is None:
-            kept = self._kept[_loop()] = self._keep()
-        kept.keepers += 1
+        shared = self._links.get(_loop())
+        if shared is None:
+            shared = self._links[_loop()] = self._make_link()
+        shared.users += 1
         try:
-            await kept.ready()
+            await shared.ready()
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        kept = self._kept[_loop()]
-        kept.keepers -= 1
-        if kept.keepers == 0:
-            del self._kept[_loop()]
-            await kept.end()
+        shared = self._links[_loop()]
+        shared.users -= 1
+        if shared.users == 0:
+            del self._links[_loop()]
+            await shared.end()
 
     @asynccontextmanager
-    async def _shared(self) -> AsyncIterator[Link]:
+    async def _link(self) -> AsyncIterator[Link]:
         async with self:
-            yield self._kept[_loop()].link
+            yield self._links[_loop()].link
 
     @asynccontextmanager
-    async def _link(self) -> AsyncIterator[Turn]:
-        """Run one operation within its time."""
-        async with self._shared() as link, link.turn() as turn:
+    async def _turn(self) -> AsyncIterator[Turn]:
+        """Give a turn for one operation, within its time limit."""
+        async with self._link() as link, link.turn() as turn:
             yield turn
 
     async def get(self, address: Address) -> Record | None:
-        async with self._link() as link:
-            return await self._get(link, address)
+        async with self._turn() as turn:
+            return await self._get(turn, address)
 
-    async def _get(self, link: Turn, address: Address) -> Record | None:
-        _, record = await self._look(link, address)
+    async def _get(self, turn: Turn, address: Address) -> Record | None:
+        _, record = await self._look(turn, address)
         return record
 
-    async def _look(self, link: Turn, address: Address) -> tuple[Any, Record | None]:
-        [found] = await link.run(READ, [self._names.record(address)])
+    async def _look(self, turn: Turn, address: Address) -> tuple[Any, Record | None]:
+        [found] = await turn.run(READ, [self._names.record(address)])
         if found is None:
             return None, None
         digest = address.digest.encode()
         [read] = await _read([(digest, found)], Record.from_json)
         if isinstance(read, Record):
             return found, read
-        await self._reject(link, digest, found, read, address.key)
+        await self._reject(turn, digest, found, read, address.key)
         return found, None
 
     async def put(self, record: Record, *, replace: bool = False, claim: Claim | None = None) -> Record:
@@ -143,12 +142,12 @@ class RedisStore(StoreDefaults):
         digest, bad = address.digest.encode(), b""
         index = names.index(address.key_digest)
         expire_ms = round((self._target.expire_s or 0) * 1000)
-        async with self._link() as link:
+        async with self._turn() as turn:
             for _ in range(8):  # repeats only while another client keeps writing bad values
                 keys = [names.record(address), index, names.lease(address), names.set_aside(digest)]
                 keys.append(names.set_aside(address.key_digest.encode()))
                 token = claim.token if claim is not None else ""
-                found = await link.run(
+                found = await turn.run(
                     PUT, keys, text, digest, int(replace), token, expire_ms, bad, names.wake(address)
                 )
                 if found == UNPUBLISHED:
@@ -165,33 +164,33 @@ class RedisStore(StoreDefaults):
         raise StoreError(f"another program keeps writing unreadable records to {self.location}", location=self.location)
 
     async def delete(self, address: Address, *, expected: Record | None = None) -> bool:
-        async with self._link() as link:
-            found, record = await self._look(link, address)
+        async with self._turn() as turn:
+            found, record = await self._look(turn, address)
             if record is None or record != (expected or record):
                 return False
-            return await self._delete(link, address, tag(found) if expected is not None else b"")
+            return await self._delete(turn, address, tag(found) if expected is not None else b"")
 
-    async def _delete(self, link: Turn, address: Address, tagged: bytes) -> bool:
+    async def _delete(self, turn: Turn, address: Address, tagged: bytes) -> bool:
         keys = [self._names.record(address), self._names.index(address.key_digest)]
-        # Sent once: a second time it would find nothing, and say that it did nothing.
-        return bool(await link.run(DELETE, keys, tagged, address.digest, once=True))
+        # Sent once: a second attempt would find nothing and return that nothing was deleted.
+        return bool(await turn.run(DELETE, keys, tagged, address.digest, once=True))
 
     async def apply(self, changes: Sequence[Change]) -> list[Changed]:
         """Make many changes; return their results, in order. A failure leaves some of them made."""
         return await apply_each(self._apply, changes)
 
     async def _apply(self, change: Change) -> Changed:
-        """Make a change from its line of JSON; only a different record that Redis has instead is parsed."""
+        """Make a change. Its line of JSON is not parsed, except if Redis has a different record."""
         if change.line:
             return await self._put(change.address, change.line, replace=change.replace)
-        async with self._link() as link:
-            if change.expected and await self._delete(link, change.address, tag(change.expected.encode())):
+        async with self._turn() as turn:
+            if change.expected and await self._delete(turn, change.address, tag(change.expected.encode())):
                 return Changed("", True)
         return await apply_one(self, change)  # the expected record may be formatted in another way
 
     @asynccontextmanager
     async def claim(self, address: Address, *, wait_s: float = 0.0, anew: bool = False) -> AsyncIterator[Claim]:
-        async with self._shared() as link:
+        async with self._link() as link:
             lease = self._lease(link, self._names, address, waits=wait_s > 0, anew=anew)
 
             async def read() -> Record | None:
@@ -224,7 +223,7 @@ class RedisStore(StoreDefaults):
     async def _batches(
         self, parse: Callable[[bytes], R], size: int, key: CacheKey | None = None
     ) -> AsyncGenerator[list[R]]:
-        # No link is held while the reader has a record in hand: it may never come back for the next.
+        # No turn is held while the caller handles a record: it may never ask for the next.
         seen: set[bytes] = set()
         cursor: bytes | None = b"0"
         while cursor is not None:
@@ -240,11 +239,11 @@ class RedisStore(StoreDefaults):
         counts: Counter[str] = Counter()
         size, cursor = 0, b"0"
         while True:
-            async with self._link() as link:
-                cursor, names = await link.call(b"SCAN", cursor, b"MATCH", self._names.everything, b"COUNT", 512)
+            async with self._turn() as turn:
+                cursor, names = await turn.call(b"SCAN", cursor, b"MATCH", self._names.everything, b"COUNT", 512)
                 kinds = {name: self._names.kind(name) for name in names}
                 records = [name for name, kind in kinds.items() if kind == "record"]
-                size += await link.run(SIZES, records) if records else 0
+                size += await turn.run(SIZES, records) if records else 0
             counts.update(kinds.values())
             if cursor == b"0":
                 return StoreStats(
@@ -256,40 +255,40 @@ class RedisStore(StoreDefaults):
                 )
 
     async def _digests(self, key: CacheKey | None, cursor: bytes) -> tuple[bytes | None, list[bytes]]:
-        """Return some digests, and where to go on, if there are more."""
+        """Return some digests, and the cursor for the next ones, if any."""
         start = self._names.records
-        async with self._link() as link:
+        async with self._turn() as turn:
             if key is not None:
-                return None, await link.run(MEMBERS, [self._names.index(key_digest(key))])
-            cursor, names = await link.call(b"SCAN", cursor, b"MATCH", start + b"*", b"COUNT", 512)
+                return None, await turn.run(MEMBERS, [self._names.index(key_digest(key))])
+            cursor, names = await turn.call(b"SCAN", cursor, b"MATCH", start + b"*", b"COUNT", 512)
         return None if cursor == b"0" else cursor, [name.removeprefix(start) for name in names]
 
     async def _read_batch(self, digests: list[bytes], key: CacheKey | None, parse: Callable[[bytes], R]) -> list[R]:
         names = self._names
         keys = [names.records + digest for digest in digests]
         records: list[R] = []
-        async with self._link() as link:
-            found = dict(zip(digests, await link.run(READ, keys), strict=True))
+        async with self._turn() as turn:
+            found = dict(zip(digests, await turn.run(READ, keys), strict=True))
             gone = [digest for digest in digests if found[digest] is None]
             if gone and key is not None:  # expired, most likely
                 index = names.index(key_digest(key))
-                await _if_possible(link.run(FORGET, [index, *(names.records + digest for digest in gone)], *gone))
+                await _if_possible(turn.run(FORGET, [index, *(names.records + digest for digest in gone)], *gone))
             there = [(digest, found[digest]) for digest in digests if found[digest] is not None]
             for (digest, value), read in zip(there, await _read(there, parse), strict=True):
                 if isinstance(read, RecordError):
-                    await self._reject(link, digest, value, read, key)
+                    await self._reject(turn, digest, value, read, key)
                 else:
                     records.append(read)
         return records
 
-    async def _reject(self, link: Turn, digest: bytes, found: Any, error: RecordError, key: CacheKey | None) -> None:
+    async def _reject(self, turn: Turn, digest: bytes, found: Any, error: RecordError, key: CacheKey | None) -> None:
         """Set aside and report a value that is not a record; leave another version's record alone."""
         if isinstance(error, OtherSchemaError):
             return
         names, tagged = self._names, tag(found)
         keys = [names.records + digest, names.index_of(digest), names.set_aside(digest)]
-        did = await _if_possible(link.run(SET_ASIDE, keys, tagged, digest))
-        if did is None and (digest, tagged) not in self._reported:  # a read-only Redis: it is found again each time
+        did = await _if_possible(turn.run(SET_ASIDE, keys, tagged, digest))
+        if did is None and (digest, tagged) not in self._reported:  # a read-only Redis: each read finds it again
             self._reported.add((digest, tagged))
             did = 1
         if did:  # otherwise another client did it, and reports it
@@ -320,8 +319,8 @@ def _parsed(digest: bytes, value: Any, parse: Callable[[bytes], R]) -> R | Recor
     return record if record.address.digest.encode() == digest else RecordError("it is the record of another address")
 
 
-async def _if_possible(doing: Awaitable[Any]) -> Any:
+async def _if_possible(request: Awaitable[Any]) -> Any:
     try:
-        return await doing
+        return await request
     except StoreError:
         return None

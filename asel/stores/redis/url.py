@@ -1,7 +1,7 @@
 """Parses a `redis://` URL.
 
 A URL may hold a password, and in a misspelt URL the password may be in any part. So no
-error here repeats the part before the query, nor has another error in its context that does.
+error here, and no error in its context, repeats the part before the query.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A Redis database, and how to use it."""
+    """A Redis database, with the settings for its use."""
 
     host: str
     port: int
@@ -89,7 +89,7 @@ def _split(url: str) -> SplitResult:
         raise InvalidRequestError(f"this is not a Redis URL; one looks like {_SHAPE}")
     if "@" in parts.path + parts.query or parts.fragment:
         raise InvalidRequestError(
-            "the user or password of a Redis URL has one of / ? # in it, or what follows the host has an @ or a #:"
+            "the user or password of a Redis URL contains one of / ? #, or the part after the host contains @ or #:"
             " write them as %2F %3F %23 %40"
         )
     return parts
@@ -110,7 +110,7 @@ def _parameters(parts: SplitResult) -> dict[str, str]:
         if name in _TLS and parts.scheme != "rediss":
             raise InvalidRequestError(f"{name}= in a Redis URL needs TLS: write rediss:// instead of redis://")
         if name in given:
-            raise InvalidRequestError(f"{name}= stands twice in a Redis URL")
+            raise InvalidRequestError(f"{name}= is given twice in a Redis URL")
         given[name] = value
     return given
 

@@ -1,6 +1,6 @@
 """Wake-ups for callers that wait for a claim, published when a record is stored or a claim is released.
 
-Subscriptions have a connection of their own. Redis confirms a SUBSCRIBE with a push message but refuses it with a plain
+Subscriptions have their own connection. Redis confirms a SUBSCRIBE with a push message but refuses it with a plain
 reply, which on a shared connection would be matched to another request.
 """
 
@@ -18,7 +18,7 @@ from asel.stores.redis.connection import Dialer, RedisConnection
 from asel.stores.redis.refusals import CHANNEL_RIGHTS
 from asel.stores.redis.url import Target
 
-__all__ = ["Bell", "ChannelRights", "Wakeups"]
+__all__ = ["ChannelRights", "Subscription", "Wakeups"]
 
 logger = logging.getLogger("asel")
 
@@ -41,14 +41,14 @@ class ChannelRights:
             )
 
 
-class Bell:
-    """Rings when a message is published on its channel, or when the subscription is lost."""
+class Subscription:
+    """Sets `notified` when a message is published on its channel, or when the subscription is lost."""
 
     def __init__(self, channel: bytes) -> None:
         self.channel = channel
-        self.rung = anyio.Event()
+        self.notified = anyio.Event()
         self.settled = anyio.Event()
-        # True iff Redis confirmed the subscription, and the connection is still there.
+        # True iff Redis has confirmed the subscription and the connection still exists.
         self.is_subscribed = False
         self._connection: _Subscriber | None = None
 
@@ -60,9 +60,9 @@ class Bell:
         if self._connection is not None:
             self._connection.unsubscribe(self)
 
-    def rearm(self) -> None:
+    def clear(self) -> None:
         """Forget earlier messages."""
-        self.rung = anyio.Event()
+        self.notified = anyio.Event()
 
     def confirm(self) -> None:
         self.is_subscribed = True
@@ -71,35 +71,35 @@ class Bell:
     def lose(self) -> None:
         self.is_subscribed = False
         self.settled.set()
-        self.rung.set()
+        self.notified.set()
 
 
 class _Subscriber(RedisConnection):
-    """A connection without requests, so every reply that is not a push message is a refusal."""
+    """A connection without requests: every reply that is not a push message is a refusal."""
 
     def __init__(self, stream: ByteStream, target: Target) -> None:
         super().__init__(stream, target)
         self.listening = False
-        self._bells: dict[bytes, set[Bell]] = {}
-        # Redis confirms in order, so a channel's latest SUBSCRIBE is confirmed when its count is back to zero.
+        self._subscriptions: dict[bytes, set[Subscription]] = {}
+        # Redis confirms in order, so a channel's latest SUBSCRIBE is confirmed when its count is zero again.
         self._unconfirmed: Counter[bytes] = Counter()
 
-    def subscribe(self, bell: Bell) -> None:
-        if bell.channel not in self._bells:
-            self.send_command(b"SUBSCRIBE", bell.channel)
-            self._unconfirmed[bell.channel] += 1
-        self._bells.setdefault(bell.channel, set()).add(bell)
-        if not self._unconfirmed[bell.channel]:
-            bell.confirm()
+    def subscribe(self, subscription: Subscription) -> None:
+        if subscription.channel not in self._subscriptions:
+            self.send_command(b"SUBSCRIBE", subscription.channel)
+            self._unconfirmed[subscription.channel] += 1
+        self._subscriptions.setdefault(subscription.channel, set()).add(subscription)
+        if not self._unconfirmed[subscription.channel]:
+            subscription.confirm()
 
-    def unsubscribe(self, bell: Bell) -> None:
-        bells = self._bells.get(bell.channel, set())
-        bells.discard(bell)
-        if not bells and self._bells.pop(bell.channel, None) is not None and self.usable:
-            self.send_command(b"UNSUBSCRIBE", bell.channel)
+    def unsubscribe(self, subscription: Subscription) -> None:
+        subscriptions = self._subscriptions.get(subscription.channel, set())
+        subscriptions.discard(subscription)
+        if not subscriptions and self._subscriptions.pop(subscription.channel, None) is not None and self.usable:
+            self.send_command(b"UNSUBSCRIBE", subscription.channel)
 
     async def listen(self) -> None:
-        """Ring the bells until the connection is lost."""
+        """Notify the subscriptions of messages until the connection is lost."""
         try:
             async with aclosing(self.push_messages) as messages:
                 async for kind, channel, *_ in messages:
@@ -107,21 +107,21 @@ class _Subscriber(RedisConnection):
                     if kind == b"subscribe":
                         self._confirm(channel)
                     elif kind == b"message":
-                        for bell in self._bells.get(channel, ()):
-                            bell.rung.set()
+                        for subscription in self._subscriptions.get(channel, ()):
+                            subscription.notified.set()
         except ConnectionError:
             pass
         finally:
-            for bells in self._bells.values():
-                for bell in bells:
-                    bell.lose()
+            for subscriptions in self._subscriptions.values():
+                for subscription in subscriptions:
+                    subscription.lose()
 
     def _confirm(self, channel: bytes) -> None:
         self._unconfirmed[channel] -= 1
         if not self._unconfirmed[channel]:
             del self._unconfirmed[channel]
-            for bell in self._bells.get(channel, ()):
-                bell.confirm()
+            for subscription in self._subscriptions.get(channel, ()):
+                subscription.confirm()
 
     async def until_refused(self, rights: ChannelRights) -> None:
         try:
@@ -145,21 +145,21 @@ class Wakeups:
     def close(self) -> None:
         self._dialer.close()
 
-    async def subscribe(self, bell: Bell) -> bool:
-        """Subscribe a bell; return False if that is not possible, so that the caller has to poll."""
+    async def subscribe(self, subscription: Subscription) -> bool:
+        """Activate a subscription; return False if that is not possible, so that the caller has to poll."""
         if self.rights.refused:
             return False
         with anyio.move_on_after(self._timeout_s):
             try:
                 connection = await self._dialer.connected([])
-                bell.subscribe(connection)
-            except Exception:  # the request connection reports what is wrong, if anything is
+                subscription.subscribe(connection)
+            except Exception:  # if Redis is unreachable, the connection for requests reports it
                 return False
             if not connection.listening:
                 connection.listening = True
                 self._tasks.start_soon(connection.listen)
                 self._tasks.start_soon(connection.until_refused, self.rights)
-            await bell.settled.wait()
-        if not bell.is_subscribed:  # a late confirmation would not say what was missed before it
-            bell.unsubscribe()
-        return bell.is_subscribed
+            await subscription.settled.wait()
+        if not subscription.is_subscribed:  # messages before a late confirmation would be missed
+            subscription.unsubscribe()
+        return subscription.is_subscribed

@@ -142,7 +142,7 @@
     cell.append(list);
     if (key.measured.length) {
       const plot = element("div");
-      const title = "Samples of each candidate; the tall tick is the time it is ranked by";
+      const title = "Samples of each candidate; the tall tick is the time that it is ranked by";
       cell.append(element("figure", {}, element("figcaption", {}, title), plot));
       draw(plot, (width) => samplesPlot(key, width), `${title}. The table below has the numbers.`);
       cell.append(measuredTable(key));
@@ -162,7 +162,7 @@
       cell.append(element("ul", {}, ...items));
     }
     if (!key.counts.all) {
-      cell.append(element("p", {}, "There are no measurements: it was put by hand, or its report could not be kept."));
+      cell.append(element("p", {}, "There are no measurements: a user put it, or its report could not be kept."));
     }
   }
 
@@ -170,7 +170,7 @@
     if (key.heuristic === null) return null;
     if (key.speedup === null) return `${key.heuristic} was not measured`;
     if (key.measured.some((one) => one.winner && one.heuristic)) {
-      return `it is the heuristic's own: nothing was faster by more than the noise of ${percent(key.noise)}`;
+      return `it is the heuristic's config: no candidate was faster by more than the noise of ${percent(key.noise)}`;
     }
     return `${percent(key.margin)} less time than ${key.heuristic} (${factor(key.speedup)}), noise ${percent(key.noise)}`;
   }
@@ -197,7 +197,7 @@
     return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
   }
 
-  // Plots: drawn for the width that they have, and again when that changes.
+  // Plots: drawn for the width of their element, and again when that changes.
 
   const drawn = new Map();
   const widths = new ResizeObserver((entries) => {
@@ -271,7 +271,7 @@
     if (tuned.length) {
       draw(byId("costs"), (width) => costsPlot(tuned, width), `Seconds of tuning for each of ${count(new Set(tuned.map((key) => key.op)).size, "operation")}.`);
     } else {
-      byId("costs").replaceChildren(element("p", { class: "quiet" }, "Nothing here was tuned."));
+      byId("costs").replaceChildren(element("p", { class: "quiet" }, "No key was tuned."));
     }
   }
 
@@ -362,7 +362,7 @@
     byId("unreadable").querySelector("ul").append(...data.unreadable.map((one) => element("li", {}, element("code", {}, one.where), `: ${one.reason}`)));
   }
 
-  // `report.html#KEY` shows that key, opened: the address of a key that was opened can be passed on.
+  // `report.html#KEY` opens that key, so the address of an opened key can be passed on.
   function openLinked() {
     const name = decodeURIComponent(location.hash.slice(1));
     if (!name || !data.keys.some((key) => key.key === name)) return;
@@ -371,7 +371,7 @@
     document.querySelector(".opener").click();
   }
 
-  // The arrow keys go from key to key, `/` to the filter, Escape closes what is open.
+  // The arrow keys move between keys, `/` moves to the filter, Escape closes a key.
   document.addEventListener("keydown", (event) => {
     const openers = [...document.querySelectorAll(".opener")];
     const at = openers.indexOf(document.activeElement);
