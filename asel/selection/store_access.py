@@ -1,4 +1,4 @@
-"""A selector's way to its store: reads that callers of one key share, and what is loaded, kept and withdrawn."""
+"""A selector's access to its store: callers of one key share a read, and its record is put into memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asel.tuning.outcomes import TuneReport
 
 __all__ = ["StoreAccess"]
 
-# How long a miss is believed. Another process may store the key meanwhile: one that is about to tune looks again.
+# Seconds. How long a miss counts. Another process may store the key meanwhile, so a tune reads the store again.
 REREAD_AFTER_S = 5.0
 _MAX_REMEMBERED = 65_536
 
@@ -30,14 +30,14 @@ Question = tuple[CacheKey, str, bool]
 
 
 class StoreAccess(Generic[Cfg]):
-    """Reads records, and has them in memory before any caller continues.
+    """Reads records, and puts them into memory before any caller continues.
 
-    `for_tunes` is where results of tunes go, and claims are made: nowhere, if the owner does not want them stored.
+    `for_tunes` is the store for the results and claims of tunes; None with `persist_autotune=False`.
     """
 
     def __init__(
         self,
-        place: ConfigStore[Cfg],
+        store: ConfigStore[Cfg],
         cache: ConfigCache[Cfg],
         events: Dispatcher,
         *,
@@ -47,7 +47,7 @@ class StoreAccess(Generic[Cfg]):
         self._cache = cache
         self._events = events
         self.resilient: ResilientStore[Cfg] = ResilientStore(
-            place,
+            store,
             events,
             timeout_s,
             is_barred=cache.quarantine.has,
@@ -61,7 +61,7 @@ class StoreAccess(Generic[Cfg]):
         self._scopes: set[anyio.CancelScope] = set()
 
     async def preload(self) -> None:
-        """Load what the store has for this machine's devices, as far as there is time and room."""
+        """Load the records for this machine's devices, as far as there is time and room."""
         scope = anyio.CancelScope()
         self._scopes.add(scope)
         try:
@@ -71,7 +71,7 @@ class StoreAccess(Generic[Cfg]):
             self._scopes.discard(scope)
 
     def stop_reading(self) -> None:
-        """Cut every read short, and the preload: callers that wait for one get SelectorClosedError."""
+        """Cancel the preload and every read; callers that wait for a read get SelectorClosedError."""
         for scope in self._scopes:
             scope.cancel()
 
@@ -79,7 +79,7 @@ class StoreAccess(Generic[Cfg]):
         """Return the store's record, or None if it has none.
 
         Raises:
-            StoreError: the store failed, which has its event.
+            StoreError: the store failed, and an event reported it.
             SelectorClosedError: the selector closed before the store answered.
         """
         question = _question(query)
@@ -91,7 +91,7 @@ class StoreAccess(Generic[Cfg]):
         return await read.carry(partial(self._read, query, question, read), partial(self._forget, question, read))
 
     async def load_report(self, query: StoreQuery[Cfg], cfg: Cfg) -> TuneReport[Cfg] | None:
-        """Return the report that came with a config, and keep it in memory; None if the store has no such."""
+        """Return the stored report for a config, and keep it in memory; None if the store has none."""
         try:
             stored = await self.peek(query)
         except StoreError:
@@ -102,12 +102,12 @@ class StoreAccess(Generic[Cfg]):
         return stored.report
 
     def has_just_missed(self, query: StoreQuery[Cfg]) -> bool:
-        """Tell whether the store was asked a moment ago, and had nothing."""
+        """Return whether the store was read within `REREAD_AFTER_S` seconds and had no record."""
         missed = self._missed.get(_question(query))
         return missed is not None and 0 <= self._events.now() - missed < REREAD_AFTER_S
 
     def _forget_miss(self, kept: TuneReport[Cfg]) -> None:
-        """Have the store asked for this key again: memory may lose the config soon, if it is cleared or full."""
+        """Have the next miss in memory read the store, which now has a record."""
         for exact in (False, True):
             self._missed.forget((kept.key, kept.checksum, exact))
 

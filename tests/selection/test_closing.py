@@ -54,7 +54,7 @@ async def test_a_tune_cannot_close_its_own_chain():
     async with bench.chain as chain:
         selection = await chain.select(call(), TOY)
     assert selection.tier == "heuristics"
-    assert "aclose: asked by a tune of this chain" in selection.declined["autotune"]
+    assert "aclose: called inside a tune of this chain" in selection.declined["autotune"]
 
 
 async def test_closing_waits_for_the_task_that_is_closing():

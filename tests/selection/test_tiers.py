@@ -189,7 +189,7 @@ async def test_explain_shows_every_tiers_answer_and_changes_nothing():
             nothing = await chain.explain(call(16), Toy())
     assert nothing.answered_by is None
     assert str(nothing).splitlines()[-1] == "> error      every tier declines"
-    assert str(warm).splitlines()[3] == f"> memory     known: {BEST!r}"
+    assert str(warm).splitlines()[3] == f"> memory     in memory: {BEST!r}"
     assert bench.tunes == 1
 
 
