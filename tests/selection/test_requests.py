@@ -153,7 +153,7 @@ async def test_a_wrong_example_ends_a_warm_up_before_it_begins(example, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (([(Toy(), call())], Bench().chain), "a list is not a selector; it comes before the examples"),
+        (([(Toy(), call())], Bench().chain), "a list is not a selector; pass a ConfigSelectorChain first"),
         ((Bench().chain, None), "a NoneType is not a list of"),
     ],
 )

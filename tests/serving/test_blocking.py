@@ -301,7 +301,7 @@ def test_an_executor_runs_kernels_in_its_callers_thread():
         np.testing.assert_allclose(execute.compile(kernel, x, by=6)(x, by=6), x * 6)
     with pytest.raises(InvalidRequestError, match="a ConfigSelectorChain is not a BlockingSelector"):
         BlockingExecutor(blocking.chain)
-    with pytest.raises(InvalidRequestError, match="a BlockingExecutor runs what it chooses"):
+    with pytest.raises(InvalidRequestError, match="use a BlockingExecutor with it"):
         Executor(blocking)
     with pytest.raises(InvalidRequestError, match=r"write selector.warm_up\("):
         warm_up(blocking, []).send(None)

@@ -128,7 +128,8 @@ def test_a_kernel_compiles_under_shard_map():
 
 
 @pytest.mark.parametrize(
-    ("value", "problem"), [({"w": X, "name": "a"}, "both arrays and constants"), ([1, 2], "a list, which has no hash")]
+    ("value", "problem"),
+    [({"w": X, "name": "a"}, "both arrays and constants"), ([1, 2], "a list, which is not hashable")],
 )
 def test_arguments_that_jit_cannot_take_are_named(value, problem):
     """Before anything is compiled, and with the way out."""
