@@ -137,7 +137,7 @@ def test_a_failed_warm_up_is_said_and_blocks_nothing(real_backend):
             assert said["failed"]["scale(x=f32[5,4])"].startswith("runs on its heuristic: ")
             assert (await client.get("/scaled")).json() == 16.0
         async with serving(SelectorLifespan(selector(), examples(6), budget_s=0)) as client:
-            assert (await readiness(client))["failed"] == {"scale(x=f32[6,4])": "the budget of 0 s was spent before"}
+            assert (await readiness(client))["failed"] == {"scale(x=f32[6,4])": "the budget of 0 s was already spent"}
 
     anyio.run(main, backend=real_backend)
 

@@ -147,7 +147,7 @@ def test_ops_with_other_fields_have_other_keys():
     fixed = TokamaxOp(BlockedScale(Rows(rows=4)))
     inv = Invocation(fixed.op_id, (x,), {"factor": 2.0})
     assert [fixed.heuristic_cfg(inv), *fixed.candidate_cfgs(inv)] == [Rows(rows=4), Rows(rows=4)]
-    with pytest.raises(InvalidRequestError, match="BlockedScale has a field that no other process can compare"):
+    with pytest.raises(InvalidRequestError, match="BlockedScale has a field that other processes cannot compare"):
         TokamaxOp(BlockedScale(bias=lambda: 1.0))
 
 
