@@ -188,7 +188,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return call
 
     async def answer(self, call: Call) -> Selection[Cfg]:
-        """Return what `select` returns, for a call made before, maybe by another thread."""
+        """Do the same as `select`, for a call made by `call_elsewhere`."""
         selection = await self._walk(call)
         return selection if selection.checksum else replace(selection, checksum=call.checksum)
 

@@ -56,8 +56,8 @@ raise SystemExit(f"the child ended with {status}" if status else 0)
 
 
 @pytest.mark.timeout(60)  # another process loads JAX
-def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_holds():
-    """A fork copies a lock and not its holder, so the child makes each anew."""
+def test_a_forked_child_does_not_wait_for_a_lock_of_the_parent():
+    """A fork copies a lock but not its holder, so the child makes each lock anew."""
     command = [sys.executable, "-c", PROGRAM]
     ended = subprocess.run(command, timeout=55, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -121,8 +121,8 @@ raise SystemExit(f"the child ended with {status}" if status else 0)
 
 @pytest.mark.timeout(60)  # another process loads JAX
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_chain_that_the_parent_has_open_is_a_chain_that_was_never_opened_in_the_child(backend):
-    """The parent's loop does not run there: the child tells its own events, tunes for itself, and may open it."""
+def test_an_open_chain_is_not_open_in_a_forked_child(backend):
+    """The parent's loop does not run there: the child emits its own events, tunes, and may open the chain."""
     command = [sys.executable, "-c", f"BACKEND = {backend!r}\n{OPEN}"]
     ended = subprocess.run(command, timeout=55, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
