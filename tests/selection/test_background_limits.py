@@ -1,4 +1,4 @@
-"""What background tunes may take from those who are served: in virtual time."""
+"""The limits on background tunes, in virtual time."""
 
 from __future__ import annotations
 

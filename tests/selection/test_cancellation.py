@@ -1,7 +1,7 @@
-"""One test per await point: whoever is cancelled there, the others and the cache are unharmed.
+"""One test per await point: cancelling a caller there harms neither the other callers nor the cache.
 
-Each collaborator below stops at one named step. A caller is cancelled while it is there; then the
-step is let go, and everything must be as if that caller had never been.
+Each collaborator below stops at one named step. A caller is cancelled while it is there. Then the step is
+released, and everything must be as if that caller had never existed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Gate:
-    """A step that stops whoever comes, until it is opened."""
+    """A step that blocks every caller until it is opened."""
 
     def __init__(self) -> None:
         self.reached = anyio.Event()
@@ -70,7 +70,7 @@ STEPS = ["load", "compile", "sample", "save"]
 
 
 async def cancelled_at(world: World, tasks, ask) -> None:
-    """Start a caller, wait until it is at the step, cancel it, and see it go at once."""
+    """Start a caller, wait until it is at the step, cancel it, and check that it ends immediately."""
     gone = anyio.Event()
 
     async def caller():

@@ -1,4 +1,4 @@
-"""Opened in one task, closed in another: what notebooks and servers do."""
+"""Selectors that are opened in one task and closed in another, as in notebooks and servers."""
 
 from __future__ import annotations
 

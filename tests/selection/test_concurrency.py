@@ -1,4 +1,4 @@
-"""Many callers, one tune; who owns it, and how everything ends."""
+"""Tunes that many callers share: their owner, and their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains that meet more than one event loop: at once, one after the other, or one that died."""
+"""Chains used in several event loops: concurrently, one after the other, or after one has died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
 
 
 def in_a_thread(backend, main):
-    """Run `main` in an event loop of its own; what it raised is in the list."""
+    """Run `main` in an event loop of its own, in a thread; its error, if any, is in the list."""
     raised = []
 
     def run():
@@ -33,7 +33,7 @@ def in_a_thread(backend, main):
 
 
 def held(measuring, may_end):
-    """Return a bench whose measure says that it has begun, and goes on when it is told."""
+    """Return a bench whose measure signals its start and then waits for a gate."""
     bench = Bench(costs=QUICK)
     compile_one = bench.measure.compile
 
@@ -256,7 +256,7 @@ async def test_a_base_exception_of_a_sink_cancels_no_task(kind, raises):
 
 
 class Odd(BaseException):
-    """What nobody expects."""
+    """An unexpected BaseException."""
 
 
 def in_the_measure(error):

@@ -1,4 +1,4 @@
-"""A forked child answers, whatever the parent's threads were doing at that moment."""
+"""A forked child works, even if the parent's threads held locks during the fork."""
 
 from __future__ import annotations
 

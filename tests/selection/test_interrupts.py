@@ -1,4 +1,4 @@
-"""Ctrl-C, and another one while the chain is closing."""
+"""A second Ctrl-C while the first one closes the chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are made for every call: none is kept alive, and a hit costs the same after thousands of them."""
+"""Kernels that are made for every call are not kept alive, and do not slow down hits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEURISTICS_ONLY = AutotunePolicy(allow_autotune=False)
 
 
 class Made(Kernel[Blocks, Any]):
-    """Has an attribute, of which more depends than one sees."""
+    """A kernel whose attribute is part of its identity."""
 
     op_id = "made"
 
@@ -214,7 +214,7 @@ def test_programs_of_a_tune_are_released_with_their_kernel(make: Any) -> None:
             return execute, gone
 
     execute, gone = anyio.run(main)
-    # A thread lets go of the tune's candidates after its end; what is in a cycle then waits for the collector.
+    # A thread releases the tune's candidates after the tune has ended; cycles then wait for the garbage collector.
     assert any(gc.collect() is not None and gone.wait(0.1) for _ in range(100))
     assert len(execute._runs._programs._by_signature) == 1
 
@@ -228,7 +228,7 @@ def test_hits_of_kernels_made_per_call_have_constant_cost() -> None:
     def seconds(count: int) -> float:
         best = float("inf")
         for _ in range(5):
-            start = time.thread_time()  # whatever else the machine does
+            start = time.thread_time()  # excludes the load of other processes
             for _ in range(count // 5):
                 selector.choose_nowait(inv, Made(1))
             best = min(best, time.thread_time() - start)

@@ -1,4 +1,4 @@
-"""What repeated calls get without a walk is exactly what the walk would answer."""
+"""Repeated calls get the same answer without a walk as with one."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_second_hit_of_a_signature_is_answered_without_a_walk():
         chain = ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False), sinks=())
         chain.cache.put(*KEYS[8].key, Blocks(5))
         await chain.choose(call(8), KERNEL)
-        chain._tiers = chain._call = None  # whoever walks now, falls
+        chain._tiers = chain._call = None  # a walk would fail now
         assert await chain.choose(call(8), KERNEL) == Blocks(5)
         assert chain.choose_nowait(call(8), KERNEL) == Blocks(5)
 

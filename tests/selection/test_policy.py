@@ -1,4 +1,4 @@
-"""What a caller allows, and for whom it changes."""
+"""Policies, and their overrides for a task."""
 
 from __future__ import annotations
 

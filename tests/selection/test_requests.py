@@ -1,4 +1,4 @@
-"""Requests that make no sense: refused in a sentence, before anything is done."""
+"""Invalid requests are refused with one sentence, before anything is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that are tuned again, or not: after a failure, a removal, an eviction, on purpose."""
+"""Keys that are tuned again, or not: after a failure, a removal, an eviction, or by `retune`."""
 
 from __future__ import annotations
 

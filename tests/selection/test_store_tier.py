@@ -1,4 +1,4 @@
-"""The persistent tier: what is read, what is written, and stores that fail."""
+"""The persistent tier: reading, writing, and stores that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers, one by one: which one answers, what it writes, what it emits."""
+"""The tiers, one by one: their answers, writes and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selecting while JAX traces: never measured, never leaked, tuned behind it, and found by the next trace."""
+"""Selecting while JAX traces: tracers are neither measured nor leaked, and the next trace finds the tuned config."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; nev
 
 @pytest.fixture(autouse=True)
 def _first_call_is_behind_us():
-    """Asel learns of JAX and of the machine at its first call; that this may be in a trace is a test of its own."""
+    """asel reads facts about JAX and the machine at its first call; another test makes that call in a trace."""
     call_key(Invocation("first", (), {}))
     device_fingerprint()
 
 
 class Model:
-    """A function to be traced that selects as it goes, and remembers with which config it was traced."""
+    """A function that selects while it is traced, and records the config of each trace."""
 
     def __init__(self, bench: Bench, **kwargs) -> None:
         self.bench = bench
@@ -459,7 +459,7 @@ async def test_an_overlay_answers_while_tracing():
 
 
 class Gated(ScriptedMeasure):
-    """Measures nothing before it is told to."""
+    """A measure that waits for a gate."""
 
     def __init__(self, costs) -> None:
         super().__init__(costs)

@@ -1,4 +1,4 @@
-"""Keys that could be tuned and never are: a warning says so once, with the way out."""
+"""Warnings about keys that could be tuned and never are: each once, with a remedy."""
 
 from __future__ import annotations
 

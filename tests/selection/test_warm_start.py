@@ -1,4 +1,4 @@
-"""Preloading: what the store has answers the first call, also one that cannot wait."""
+"""Preloading: stored records answer the first call, even one that cannot wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _h100_is_local(monkeypatch):
 
 
 class Listing(Place):
-    """A place that can list: a record per call size, with a pause before each."""
+    """A store that can list: one record for each call size, with a pause before each."""
 
     def __init__(self, *summaries):
         super().__init__()
@@ -56,7 +56,7 @@ class Listing(Place):
 
 
 async def record_of(size=8, cfg=BEST, environment=HERE, **changes):
-    """Return the summary of what the store would keep for a call."""
+    """Return the summary of a record for a call."""
     explained = await Bench().chain.explain(call(size), TOY)
     cfg_json = json.dumps({"m": cfg.m, "n": cfg.n})
     return replace(RecordSummary(explained.key, explained.checksum, environment, cfg_json, 1.0), **changes)

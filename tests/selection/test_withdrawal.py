@@ -1,4 +1,4 @@
-"""Winners that fail in real calls: out of memory and of the store, told once, and another takes their place."""
+"""Winners that fail in real calls: removed from memory and the store, replaced, and reported once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = CacheKey("dev", "op@v1", "key")
 
 
 async def tuned(chain, kernel=None, **inv):
-    """Return what a tune has found, as a caller sees it."""
+    """Return the selection of a tuned call."""
     return await chain.choose(call(**inv), kernel or Toy())
 
 

@@ -77,7 +77,7 @@ def recorded():
 
 
 def test_a_saved_call_comes_back_with_its_key(tmp_path):
-    """Kernel, shapes and static values of every kind: what is loaded is the very call that was recorded."""
+    """A loaded call has the kernel, the shapes and all static values of the recorded one."""
     values = (Act.RELU, jax.nn.relu, float("inf"), b"ab", {1: (2, None)}, jnp.bfloat16, np.dtype("int8"), 1j, "x" * 300)
     keys = {
         record(anything, X, times=2, causal=True),
@@ -104,8 +104,8 @@ def test_a_saved_call_comes_back_with_its_key(tmp_path):
         }.items()
 
 
-def test_the_file_is_read_and_written_by_people(tmp_path):
-    """A line says a call as asel's logs do; only what such text cannot say is spelt out."""
+def test_people_can_read_and_edit_the_file(tmp_path):
+    """A line has the call as asel's logs show it; only values without such a text are encoded."""
     record(anything, X, times=2, causal=True)
     record(anything, X, Act.RELU)
     save_invocations(path := tmp_path / "calls.jsonl")
@@ -122,7 +122,7 @@ def test_the_file_is_read_and_written_by_people(tmp_path):
 
 
 def test_a_call_that_cannot_be_written_is_named(tmp_path):
-    """With the reason; the others are in the file."""
+    """With the reason; the other calls are in the file."""
     record(anything, X)
     record(anything, lambda x: x)
     record(anything, "redis://user:hunter2@host/0")
@@ -144,7 +144,7 @@ def test_a_call_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_any_text_in_a_call_stays_in_its_line(tmp_path):
-    """JSON leaves line separators as they are, and UTF-8 has no lone surrogates, which some file names come as."""
+    """JSON does not escape line separators, and UTF-8 cannot encode the lone surrogates of some file names."""
     for name in ("a\u2028b", "a\x85b", "\ud800", "plain"):
         record(anything, {name: 1})
     saved = save_invocations(tmp_path / "calls.jsonl")
@@ -154,8 +154,8 @@ def test_any_text_in_a_call_stays_in_its_line(tmp_path):
     assert len(read.calls) == 4
 
 
-def test_a_bad_line_costs_itself_alone(tmp_path, monkeypatch):
-    """And says what is wrong with it."""
+def test_a_bad_line_is_skipped_with_a_reason(tmp_path, monkeypatch):
+    """The other lines are read."""
     here = f"{__name__}:anything"
     lines = [
         {"kernel": "no.such.module:f", "call": ""},
@@ -190,8 +190,8 @@ def test_a_bad_line_costs_itself_alone(tmp_path, monkeypatch):
         assert said.startswith(reason)
 
 
-def test_another_program_reads_what_a_script_has_saved(tmp_path, monkeypatch):
-    """A module that runs as a program is saved under the name that others import it by."""
+def test_another_program_reads_the_calls_that_a_script_saved(tmp_path, monkeypatch):
+    """A module that runs as a program is saved under the name by which others import it."""
     (tmp_path / "mine.py").write_text(
         "import jax.numpy as jnp\n"
         "from asel import kernel, record_invocation, save_invocations\n"
