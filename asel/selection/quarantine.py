@@ -47,7 +47,7 @@ class Quarantine(Generic[Cfg]):
         The time doubles each time the config fails again.
         """
         with self._lock:
-            if self.has(key, cfg):
+            if self.is_barred(key, cfg):
                 return False
             barred = self._barred.get(key) or ()
             before = next((one for one in barred if same_config(one.cfg, cfg)), None)
@@ -56,7 +56,7 @@ class Quarantine(Generic[Cfg]):
             self._barred.put(key, (*others, _Barred(cfg, for_s, self.clock() + for_s)))
             return True
 
-    def has(self, key: CacheKey, cfg: Cfg) -> bool:
+    def is_barred(self, key: CacheKey, cfg: Cfg) -> bool:
         return any(same_config(failed, cfg) for failed in self.configs(key))
 
     def configs(self, key: CacheKey) -> tuple[Cfg, ...]:

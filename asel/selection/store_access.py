@@ -26,7 +26,7 @@ __all__ = ["StoreAccess"]
 REREAD_AFTER_S = 5.0
 _MAX_REMEMBERED = 65_536
 
-Question = tuple[CacheKey, str, bool]
+ReadKey = tuple[CacheKey, str, bool]
 
 
 class StoreAccess(Generic[Cfg]):
@@ -50,13 +50,13 @@ class StoreAccess(Generic[Cfg]):
             store,
             events,
             timeout_s,
-            is_barred=cache.quarantine.has,
+            is_barred=cache.quarantine.is_barred,
             adopt=lambda report, stored: cache.adopt(report.key, report.checksum, stored.cfg, stored.report),
             on_kept=self._forget_miss,
         )
         self.for_tunes = self.resilient if keeps_tunes else None
         self.peek = self.resilient.peek
-        self._in_flight: dict[Question, Shared[Stored[Cfg] | None]] = {}
+        self._in_flight: dict[ReadKey, Shared[Stored[Cfg] | None]] = {}
         self._missed: BoundedMemo[float] = BoundedMemo(_MAX_REMEMBERED)
         self._scopes: set[anyio.CancelScope] = set()
 
@@ -82,13 +82,13 @@ class StoreAccess(Generic[Cfg]):
             StoreError: the store failed, and an event reported it.
             SelectorClosedError: the selector closed before the store answered.
         """
-        question = _question(query)
+        read_key = _read_key(query)
         if self.has_just_missed(query):
             return None
-        read = self._in_flight.get(question)
+        read = self._in_flight.get(read_key)
         if read is None or not read.is_in_this_loop:  # a read in another loop cannot be waited for
-            read = self._in_flight[question] = Shared()
-        return await read.carry(partial(self._read, query, question, read), partial(self._forget, question, read))
+            read = self._in_flight[read_key] = Shared()
+        return await read.carry(partial(self._read, query, read_key, read), partial(self._forget, read_key, read))
 
     async def load_report(self, query: StoreQuery[Cfg], cfg: Cfg) -> TuneReport[Cfg] | None:
         """Return the stored report for a config, and keep it in memory; None if the store has none."""
@@ -103,7 +103,7 @@ class StoreAccess(Generic[Cfg]):
 
     def has_just_missed(self, query: StoreQuery[Cfg]) -> bool:
         """Return whether the store was read within `REREAD_AFTER_S` seconds and had no record."""
-        missed = self._missed.get(_question(query))
+        missed = self._missed.get(_read_key(query))
         return missed is not None and 0 <= self._events.now() - missed < REREAD_AFTER_S
 
     def _forget_miss(self, kept: TuneReport[Cfg]) -> None:
@@ -111,36 +111,36 @@ class StoreAccess(Generic[Cfg]):
         for exact in (False, True):
             self._missed.forget((kept.key, kept.checksum, exact))
 
-    async def _read(self, query: StoreQuery[Cfg], question: Question, read: Shared[Stored[Cfg] | None]) -> None:
+    async def _read(self, query: StoreQuery[Cfg], read_key: ReadKey, read: Shared[Stored[Cfg] | None]) -> None:
         scope = anyio.CancelScope()
         self._scopes.add(scope)
         try:
             with scope:
                 stored = await self.resilient.fetch(query)
-                self._forget(question, read)
-                read.succeed(self._remembered(query, question, stored))
+                self._forget(read_key, read)
+                read.succeed(self._remembered(query, read_key, stored))
                 return
         except StoreError as error:
-            self._forget(question, read)
+            self._forget(read_key, read)
             read.fail(error)
             return
         finally:
             self._scopes.discard(scope)
-        self._forget(question, read)
+        self._forget(read_key, read)
         read.fail(SelectorClosedError(f"the selector was closed while {query.key.op_id!r} was read from the store"))
 
-    def _remembered(self, query: StoreQuery[Cfg], question: Question, stored: Stored[Cfg] | None) -> Stored[Cfg] | None:
+    def _remembered(self, query: StoreQuery[Cfg], read_key: ReadKey, stored: Stored[Cfg] | None) -> Stored[Cfg] | None:
         if stored is None:
-            self._missed.put(question, self._events.now())
+            self._missed.put(read_key, self._events.now())
             return None
-        self._missed.forget(question)
+        self._missed.forget(read_key)
         done = self._cache.remember(query.key, query.checksum, stored.cfg, stored.report, foreign=stored.foreign)
         return Stored(done.cfg, done.provenance.report)
 
-    def _forget(self, question: Question, read: Shared[Stored[Cfg] | None]) -> None:
-        if self._in_flight.get(question) is read:
-            del self._in_flight[question]
+    def _forget(self, read_key: ReadKey, read: Shared[Stored[Cfg] | None]) -> None:
+        if self._in_flight.get(read_key) is read:
+            del self._in_flight[read_key]
 
 
-def _question(query: StoreQuery[Cfg]) -> Question:
+def _read_key(query: StoreQuery[Cfg]) -> ReadKey:
     return query.key, query.checksum, query.exact

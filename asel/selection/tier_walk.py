@@ -60,7 +60,7 @@ class TierWalk(Generic[Cfg]):
             NoConfigError: every tier declined.
         """
         with self._asking(call):
-            self._tunes.try_again_if_due(call)
+            self._tunes.retune_if_due(call)
             for tier in self._tiers:
                 answer = await tier.answer(call) if tier.waits else tier.answer_nowait(call)
                 if answer is not None:
@@ -73,7 +73,7 @@ class TierWalk(Generic[Cfg]):
         Raises:
             NoConfigError: every tier declined.
         """
-        self._tunes.try_again_later_if_due(call)
+        self._tunes.queue_retune_if_due(call)
         for tier in self._tiers:
             if (answer := tier.answer_nowait(call)) is not None:
                 return answer

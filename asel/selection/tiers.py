@@ -170,7 +170,7 @@ class StoreTier(SelectionTier[Cfg]):
         if isinstance(self._cache.peek(call.key, call.checksum), Pending):
             return self._decline(call, "not read, since a tune is pending")
         try:
-            with patience(call, self._events):
+            with within_wait_s(call, self._events):
                 stored = await self._store.load(call.query())
                 report = None if stored is None else stored.report
                 return self._give(call, *_usable(stored), report, level="persistent")
@@ -243,7 +243,7 @@ class AutotuneTier(SelectionTier[Cfg]):
             return self._decline(call, self._tunes.rules.flag(call, why))
         background = call.policy.cache_miss_fallback == "background"
         try:
-            with patience(call, self._events):
+            with within_wait_s(call, self._events):
                 done = await self._tunes.join(call, background=background)
                 if done is not None:
                     return self._found(call, done)
@@ -290,7 +290,7 @@ class HeuristicsTier(SelectionTier[Cfg]):
 
 
 @contextmanager
-def patience(call: Call, events: Dispatcher) -> Iterator[None]:
+def within_wait_s(call: Call, events: Dispatcher) -> Iterator[None]:
     """End the block once the call has waited for `wait_s` in total."""
     if call.policy.wait_s is None:
         yield

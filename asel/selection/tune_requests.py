@@ -15,7 +15,7 @@ from asel.runtime.jax_settings import current_settings
 from asel.selection.cache import ConfigCache
 from asel.selection.call import Call
 from asel.selection.selector_state import SelectorState
-from asel.selection.withdrawal import barred
+from asel.selection.withdrawal import barred_outcomes
 from asel.tuning.request import TuneRequest
 from asel.tuning.runnable import Programs
 
@@ -55,7 +55,7 @@ class TuneRequests:
             incumbent=listing.incumbent,
             groups=listing.groups,
             earlier=() if on_purpose else self._cache.reports(call.key),
-            settled=dict(barred(call.key, listing.candidates, self._cache)),
+            settled=dict(barred_outcomes(call.key, listing.candidates, self._cache)),
             device=resolved.device,
             settings=call.settings or current_settings(),
             tune_budget_s=policy.tune_budget_s,

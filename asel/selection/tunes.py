@@ -138,7 +138,7 @@ class Tunes(Generic[Cfg]):
         if self._store is not None and not call.resolved.traced and not self._store.has_just_missed(call.query()):
             self.background_queue.add(call)
 
-    def try_again_if_due(self, call: Call) -> None:
+    def retune_if_due(self, call: Call) -> None:
         """Begin a background tune if the key's withdrawn config may be tried again; memory answers meanwhile."""
         quarantine = self._cache.quarantine
         if not quarantine.is_due(call.key) or not self.shared.is_open or inside_a_tune():
@@ -149,7 +149,7 @@ class Tunes(Generic[Cfg]):
             else:
                 tune.on_purpose = True
 
-    def try_again_later_if_due(self, call: Call) -> None:
+    def queue_retune_if_due(self, call: Call) -> None:
         """Have the event loop do the same; may be called from any thread."""
         if self._cache.quarantine.is_due(call.key) and not call.resolved.traced:
             self.background_queue.add(call)
@@ -157,7 +157,7 @@ class Tunes(Generic[Cfg]):
     async def _load_or_tune(self, call: Call) -> None:
         """Do for a queued call what the persistent and autotune tiers would have done."""
         asking.set(None)  # the call has its answer; this work is for later ones
-        self.try_again_if_due(call)
+        self.retune_if_due(call)
         try:
             if self._store is not None and await self._store.load(call.query()) is not None:
                 return

@@ -23,7 +23,7 @@ from asel.selection.store_access import StoreAccess
 from asel.stores.config_store import StoreQuery
 from asel.tuning.outcomes import Skipped, TuneReport, text_of
 
-__all__ = ["Fault", "Withdrawal", "barred", "fallbacks"]
+__all__ = ["Fault", "Withdrawal", "barred_outcomes", "fallbacks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def fallbacks(
     return found
 
 
-def barred(key: CacheKey, candidates: Sequence[Cfg], cache: ConfigCache[Cfg]) -> dict[int, Skipped[Cfg]]:
+def barred_outcomes(key: CacheKey, candidates: Sequence[Cfg], cache: ConfigCache[Cfg]) -> dict[int, Skipped[Cfg]]:
     """Return the candidates that failed in real calls, which a tune does not try, as outcomes by index."""
     failed = cache.quarantine.configs(key)
     return {
@@ -84,12 +84,12 @@ class Withdrawal(Generic[Cfg]):
         if held:
             self._try_again_later(fault, tasks)
             self._emit(fault, None if successor is None else successor.cfg)
-            await self._from_store(fault, None if successor is None else successor.provenance.report, tasks)
+            await self._withdraw_from_store(fault, None if successor is None else successor.provenance.report, tasks)
             return True
-        if self._cache.quarantine.has(key, fault.cfg) or isinstance(self._cache.peek(key, checksum), Hit):
+        if self._cache.quarantine.is_barred(key, fault.cfg) or isinstance(self._cache.peek(key, checksum), Hit):
             return False
         # Memory has no answer, for instance after an eviction, so the config may have come from the store.
-        if not await self._from_store(fault, None, tasks):
+        if not await self._withdraw_from_store(fault, None, tasks):
             return False
         if not self._cache.quarantine.bar(key, fault.cfg, fault.retry_after_s):
             return False
@@ -126,7 +126,9 @@ class Withdrawal(Generic[Cfg]):
         corrected = report.without(fault.cfg, instead, fault.error)
         return Done(instead, Match(), Provenance(done.provenance.source, corrected, done.provenance.foreign))
 
-    async def _from_store(self, fault: Fault[Cfg], instead: TuneReport[Cfg] | None, tasks: TaskGroup | None) -> bool:
+    async def _withdraw_from_store(
+        self, fault: Fault[Cfg], instead: TuneReport[Cfg] | None, tasks: TaskGroup | None
+    ) -> bool:
         """Withdraw the config from the store; return whether the store had it."""
         store = self._store
         if store is None:

@@ -17,7 +17,7 @@ from asel.serving.call_keywords import invocation_of, pop_call_keywords
 from asel.serving.compiled_call import jitted_call
 from asel.serving.executor import Executor
 from asel.serving.preparation import own_prepare, prepared
-from asel.serving.runs import QUICK_S, Ran, Runs, timed
+from asel.serving.runs import QUICK_S, RunResult, Runs, timed
 from asel.serving.winner_faults import WinnerFaults
 from asel.tuning.outcomes import TuneReport
 from asel.tuning.runnable import Programs, Runnable, after_run
@@ -135,7 +135,9 @@ class _PostponedTunes(threading.local):
 class _CallerRuns(Runs):
     """Runs kernels in the caller's thread, however long they take."""
 
-    async def run_one(self, runnable: Runnable, token: Any, resolved: Resolved[Any], args: Any, kwargs: Any) -> Ran:
+    async def run_one(
+        self, runnable: Runnable, token: Any, resolved: Resolved[Any], args: Any, kwargs: Any
+    ) -> RunResult:
         is_first = runnable.is_quick(token) is None
         ran = timed(partial(runnable.first_run if is_first else runnable, args, kwargs), wait=is_first)
         if ran.error is None:

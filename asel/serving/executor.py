@@ -20,7 +20,7 @@ from asel.selection.selector import ConfigSelectorChain
 from asel.serving.call_keywords import invocation_of, pop_call_keywords
 from asel.serving.compiled_call import jitted_call
 from asel.serving.preparation import Preparation, own_prepare
-from asel.serving.runs import QUICK_S, Ran, Runs, in_a_thread, program_signature, timed
+from asel.serving.runs import QUICK_S, RunResult, Runs, in_a_thread, program_signature, timed
 from asel.serving.winner_faults import WinnerFaults
 from asel.tuning.runnable import Programs, Runnable, after_run
 
@@ -107,7 +107,9 @@ class Executor(Generic[Cfg, Out]):
             raise ran.error
         return cast(Out, await self._faults.fall_back(inv, kernel, resolved, selection, ran.error))
 
-    async def _select_and_run(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> tuple[Selection[Cfg], Ran]:
+    async def _select_and_run(
+        self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]
+    ) -> tuple[Selection[Cfg], RunResult]:
         """Choose and run. A background tune of this key begins after the run, which needs the cores until then."""
         later: list[Callable[[], None]] = []
         try:
@@ -247,10 +249,10 @@ class Executor(Generic[Cfg, Out]):
         self, resolved: Resolved[Any], kernel: Any, args: Any, kwargs: Any, cfg: Any, error: Exception
     ) -> Out:
         inv: Invocation[Cfg, Out] = invocation_of(kernel, args, kwargs, None, None)
-        selection = self._selection(inv, kernel, resolved, cfg)
+        selection = self._memory_selection(inv, kernel, resolved, cfg)
         return cast(Out, await self._faults.fall_back(inv, kernel, resolved, selection, error))
 
-    def _selection(self, inv: Any, kernel: Any, resolved: Resolved[Any], cfg: Any) -> Selection[Any]:
+    def _memory_selection(self, inv: Any, kernel: Any, resolved: Resolved[Any], cfg: Any) -> Selection[Any]:
         """Return the memory tier's full answer; the fast path has only its config."""
         checksum = resolved.checksum(objective_of(self.selector.policy), resolved.listing(inv, kernel))
         found = self.selector.cache.peek(resolved.key, checksum)

@@ -20,7 +20,7 @@ from asel.runtime.jax_settings import current_settings, with_settings
 from asel.runtime.threads import run_in_thread
 from asel.tuning.runnable import Programs, Runnable
 
-__all__ = ["QUICK_S", "Ran", "Runs", "in_a_thread", "program_signature", "timed"]
+__all__ = ["QUICK_S", "RunResult", "Runs", "in_a_thread", "program_signature", "timed"]
 
 QUICK_S = 1e-3
 """Seconds. After a run that took less, the next one is in the caller's thread."""
@@ -28,7 +28,7 @@ _MAX_THREADS = 40
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("asel_executor_threads")
 
 
-class Ran(NamedTuple):
+class RunResult(NamedTuple):
     """A run that has ended: its result or its error, and its duration."""
 
     out: Any
@@ -43,13 +43,15 @@ class Runs:
         self._programs = programs
         self._jits = jit
 
-    async def run(self, inv: Any, kernel: Any, resolved: Resolved[Any], cfg: Any) -> Ran:
+    async def run(self, inv: Any, kernel: Any, resolved: Resolved[Any], cfg: Any) -> RunResult:
         if resolved.traced:
             return timed(partial(bind(kernel, inv, resolved.platform, cfg), *inv.args, **inv.kwargs))
         token = program_signature(inv, kernel)
         return await self.run_one(self.runnable(inv, kernel, resolved, cfg), token, resolved, inv.args, inv.kwargs)
 
-    async def run_one(self, runnable: Runnable, token: Any, resolved: Resolved[Any], args: Any, kwargs: Any) -> Ran:
+    async def run_one(
+        self, runnable: Runnable, token: Any, resolved: Resolved[Any], args: Any, kwargs: Any
+    ) -> RunResult:
         if is_quick := runnable.is_quick(token):
             ran = timed(partial(runnable, args, kwargs))
         else:
@@ -93,7 +95,7 @@ def program_signature(inv: Any, kernel: Any) -> tuple[Any, ...] | None:
         return None
 
 
-def timed(run: Callable[[], Any], *, wait: bool = False) -> Ran:
+def timed(run: Callable[[], Any], *, wait: bool = False) -> RunResult:
     """Call `run` and measure the time until it returns; with `wait`, block until the result is computed."""
     start = time.perf_counter()
     try:
@@ -102,8 +104,8 @@ def timed(run: Callable[[], Any], *, wait: bool = False) -> Ran:
         if wait and (jax := sys.modules.get("jax")) is not None:
             jax.block_until_ready(out)
     except Exception as error:
-        return Ran(None, error, time.perf_counter() - start)
-    return Ran(out, None, seconds)
+        return RunResult(None, error, time.perf_counter() - start)
+    return RunResult(out, None, seconds)
 
 
 async def in_a_thread(what: str, work: Callable[[], Any]) -> Any:

@@ -43,7 +43,7 @@ jax.config.update("jax_compilation_cache_dir", _compilation_cache_dir)
 
 
 @pytest.fixture(autouse=True)
-def _first_call_is_behind_us():
+def _first_call_was_made():
     """asel reads facts about JAX and the machine at its first call; another test covers its cost on the loop."""
     call_key(asel.Invocation("first", (), {}))
     device_fingerprint()

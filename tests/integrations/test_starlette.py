@@ -161,7 +161,7 @@ def test_an_example_that_hangs_does_not_block_readiness():
     anyio.run(main)
 
 
-def test_the_readme_s_service_runs(tmp_path, monkeypatch):
+def test_the_service_of_the_readme_runs(tmp_path, monkeypatch):
     """The service of the room's README runs unchanged, with the kernel of serving's recipes."""
     blocks = {}
     for page in ("integrations/README.md", "serving/RECIPES.md"):

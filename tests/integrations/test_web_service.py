@@ -67,7 +67,7 @@ async def ask_until_tuned(service: WebService, http: httpx.AsyncClient, rows: in
             await http.post(f"/search/{rows}", timeout=5.0)
 
 
-async def kill_who_tunes(service: WebService, http: httpx.AsyncClient) -> None:
+async def kill_a_tuning_worker(service: WebService, http: httpx.AsyncClient) -> None:
     """Kill a worker that holds the key's claim and the device during a tune; another worker takes the tune over."""
     await ask_until_tuned(service, http, rows=16)
     (first,) = service.tuners("search x=f32[16,4]")
@@ -90,7 +90,7 @@ def test_two_workers_share_their_tunes_and_lose_nothing_when_they_are_stopped(tm
                 warm = await until_warm(http)
                 assert {answer["worker"] for answer in warm} <= set(service.workers)
                 assert service.tunes("ended") == keys
-                await kill_who_tunes(service, http)
+                await kill_a_tuning_worker(service, http)
 
     async def serve_again(service: WebService) -> None:
         with anyio.fail_after(PATIENCE_S):

@@ -35,7 +35,7 @@ PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; nev
 
 
 @pytest.fixture(autouse=True)
-def _first_call_is_behind_us():
+def _first_call_was_made():
     """asel reads facts about JAX and the machine at its first call; another test makes that call in a trace."""
     call_key(Invocation("first", (), {}))
     device_fingerprint()

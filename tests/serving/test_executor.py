@@ -26,7 +26,7 @@ from asel import (
 )
 from asel.runtime.threads import run_in_thread
 
-# The kernels here count their runs in Python, or return values that no jitted function can; test_executor_jit.py has others.
+# These kernels count their runs in Python, or return values that no jitted function can; see also test_executor_jit.py.
 Executor = partial(asel.Executor, jit=False)
 X = H100.array((8, 128))
 where: ContextVar[str] = ContextVar("where", default="nowhere")

@@ -25,7 +25,7 @@ from asel import (
 )
 from asel.testing import CapturedTelemetry
 
-# The kernels here count their runs in Python, or return values that no jitted function can; test_executor_jit.py has others.
+# These kernels count their runs in Python, or return values that no jitted function can; see also test_executor_jit.py.
 Executor = partial(asel.Executor, jit=False)
 X = H100.array((8, 128))
 
