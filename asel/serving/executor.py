@@ -214,7 +214,7 @@ class Executor(Generic[Cfg, Out]):
         inv: Invocation[Cfg, Out] = invocation_of(kernel, args, kwargs, cfg, call_keywords)
         return inv, await self.selector.select(inv, kernel)
 
-    # The fast path, for signatures that memory has answered before and that have run.
+    # The warm path, for signatures that memory has answered before and that have run.
 
     def _find_warm(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Warm | None:
         try:
@@ -224,12 +224,12 @@ class Executor(Generic[Cfg, Out]):
         return self._warm.young.get(token) or self._warm.get(token)
 
     def _remember_warm(self, inv: Any, kernel: Any, resolved: Resolved[Any], token: Any) -> None:
-        """Have the next call of this signature take the fast path, if memory answers it."""
+        """Have the next call of this signature take the warm path, if memory answers it."""
         if resolved.memory_answer is None or resolved.traced or getattr(kernel, "key_builder", None) is not None:
             return
         runnable = self._runs.compiled(resolved, resolved.memory_answer.cfg)
         if token is not None and runnable is not None:
-            runnable.cfg = resolved.memory_answer.cfg  # the same object, since the fast path compares by identity
+            runnable.cfg = resolved.memory_answer.cfg  # the same object, since the warm path compares by identity
             self._warm.put(token, _Warm(token, resolved, runnable))
 
     async def _run_warm(self, warm: _Warm, kernel: Any, args: Any, kwargs: Any, cfg: Any) -> Out:
@@ -253,7 +253,7 @@ class Executor(Generic[Cfg, Out]):
         return cast(Out, await self._faults.fall_back(inv, kernel, resolved, selection, error))
 
     def _memory_selection(self, inv: Any, kernel: Any, resolved: Resolved[Any], cfg: Any) -> Selection[Any]:
-        """Return the memory tier's full answer; the fast path has only its config."""
+        """Return the memory tier's full answer; the warm path has only its config."""
         checksum = resolved.checksum(objective_of(self.selector.policy), resolved.listing(inv, kernel))
         found = self.selector.cache.peek(resolved.key, checksum)
         report = found.provenance.report if isinstance(found, Hit) else None

@@ -131,10 +131,10 @@ def test_a_failed_warm_up_is_reported_and_the_service_is_ready(real_backend):
         shapes_only = (scale, (jax.ShapeDtypeStruct((5, 4), jnp.float32),))
         bad = SelectorLifespan(selector(GatedMeasure(fails=True)), [(hopeless, (jnp.ones(2),)), shapes_only])
         async with serving(bad) as client:
-            said = await readiness(client)
-            assert (said["status"], said["total"], said["settled"]) == ("degraded", 2, 2)
-            assert said["failed"]["hopeless(x=f32[2])"] == "FloatingPointError: not this one"
-            assert said["failed"]["scale(x=f32[5,4])"].startswith("runs on its heuristic: ")
+            answer = await readiness(client)
+            assert (answer["status"], answer["total"], answer["settled"]) == ("degraded", 2, 2)
+            assert answer["failed"]["hopeless(x=f32[2])"] == "FloatingPointError: not this one"
+            assert answer["failed"]["scale(x=f32[5,4])"].startswith("runs on its heuristic: ")
             assert (await client.get("/scaled")).json() == 16.0
         async with serving(SelectorLifespan(selector(), examples(6), budget_s=0)) as client:
             assert (await readiness(client))["failed"] == {"scale(x=f32[6,4])": "the budget of 0 s was already spent"}
@@ -154,8 +154,8 @@ def test_an_example_that_hangs_does_not_block_readiness():
     async def main():
         policy = AutotunePolicy(allow_autotune=False, candidate_timeout_s=0.05)
         async with serving(SelectorLifespan(selector(policy=policy), [(hangs, (jnp.ones(2),))])) as client:
-            said = await readiness(client)
-            assert said["failed"] == {"hangs(x=f32[2])": "its run takes longer than 0.05 s"}
+            answer = await readiness(client)
+            assert answer["failed"] == {"hangs(x=f32[2])": "its run takes longer than 0.05 s"}
             back.set()
 
     anyio.run(main)
@@ -190,10 +190,10 @@ def test_examples_that_cannot_be_made_are_an_error_of_the_warm_up(caplog):
 
     async def main():
         async with serving(SelectorLifespan(selector(), make)) as client:
-            said = await readiness(client)
-        assert said["status"] == "degraded"
-        assert said["error"].startswith("LookupError: no model at redis://")
-        assert "secret" not in said["error"]
+            answer = await readiness(client)
+        assert answer["status"] == "degraded"
+        assert answer["error"].startswith("LookupError: no model at redis://")
+        assert "secret" not in answer["error"]
         async with serving(SelectorLifespan(selector(), [(scale, 5)])) as client:
             assert "pass the arguments as a tuple" in (await readiness(client))["error"]
 

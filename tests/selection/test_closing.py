@@ -147,20 +147,20 @@ async def test_a_cancelled_aclose_still_closes_the_chain():
 
 async def test_opening_and_closing_may_overlap():
     """Opening raises if the chain is closed meanwhile; a later opening waits for the close, and works."""
-    bench, told = Bench(), []
+    bench, errors = Bench(), []
 
     async def begin(step, begun):
         begun.set()
         try:
             await step()
         except SelectorClosedError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(begin, bench.chain.aopen, begun := anyio.Event())
         await begun.wait()
         await bench.chain.aclose()
-    assert told == ["the selector was closed while it was being opened"]
+    assert errors == ["the selector was closed while it was being opened"]
     await bench.chain.aopen()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(begin, bench.chain.aclose, begun := anyio.Event())

@@ -37,17 +37,17 @@ def held(measuring, may_end):
     bench = Bench(costs=QUICK)
     compile_one = bench.measure.compile
 
-    async def compile_when_told(trial):
+    async def compile_at_the_gate(trial):
         measuring.set()
         await anyio.to_thread.run_sync(may_end.wait)
         return await compile_one(trial)
 
-    bench.measure.compile = compile_when_told
+    bench.measure.compile = compile_at_the_gate
     return bench
 
 
-@pytest.mark.parametrize("is_known", [False, True], ids=["cold key", "known key"])
-def test_an_open_chain_cannot_be_awaited_in_a_second_loop(real_backend, is_known):
+@pytest.mark.parametrize("is_warm", [False, True], ids=["cold key", "warm key"])
+def test_an_open_chain_cannot_be_awaited_in_a_second_loop(real_backend, is_warm):
     """The await raises, and the block in the first loop continues."""
     bench = Bench(costs=QUICK)
     opened, asked = threading.Event(), threading.Event()
@@ -55,7 +55,7 @@ def test_an_open_chain_cannot_be_awaited_in_a_second_loop(real_backend, is_known
 
     async def first():
         async with bench.chain as chain:
-            if is_known:
+            if is_warm:
                 await chain.choose(call(), Toy())
             opened.set()
             await anyio.to_thread.run_sync(asked.wait)
@@ -234,10 +234,10 @@ async def test_a_tune_continued_by_another_chain_leaves_its_first_chain():
 @pytest.mark.parametrize("kind", ["sink", "callback"])
 async def test_a_base_exception_of_a_sink_cancels_no_task(kind, raises):
     """A CancelledError raised by a sink does not cancel the task that emits."""
-    told = []
+    names = []
 
     def broken(event):
-        told.append(event.name)
+        names.append(event.name)
         raise raises
 
     class Broken:
@@ -252,7 +252,7 @@ async def test_a_base_exception_of_a_sink_cancels_no_task(kind, raises):
         assert await chain.choose(call(16), Toy()) == BEST
         reached_the_end = True
     assert reached_the_end
-    assert "autotune_finish" in told
+    assert "autotune_finish" in names
 
 
 class Odd(BaseException):
@@ -324,9 +324,9 @@ async def test_base_exceptions_of_tuners_and_stores_are_failures(where, error, i
     else:
         answers = await scene(bench.chain)
     assert answers == [BEST if where is in_the_store else GUESS] * 2
-    told = {event.error_type for name in ("autotune_failed", "store_error") for event in bench.sink.named(name)}
-    assert told <= {type(error).__name__, "RuntimeError"}
-    assert told
+    error_types = {event.error_type for name in ("autotune_failed", "store_error") for event in bench.sink.named(name)}
+    assert error_types <= {type(error).__name__, "RuntimeError"}
+    assert error_types
 
 
 @pytest.mark.anyio

@@ -75,9 +75,9 @@ class Doubling(Kernel):
     def heuristic_cfg(self, inv): return 1
     def candidate_cfgs(self, inv): return [1, 2]
 
-told = []
+events = []
 measure = ScriptedMeasure({1: 0.002, 2: 0.001})
-chain = ConfigSelectorChain(sinks=[], on_event=told.append, tuner=Tuner(0, 1, measure=measure, strategy="exhaustive"))
+chain = ConfigSelectorChain(sinks=[], on_event=events.append, tuner=Tuner(0, 1, measure=measure, strategy="exhaustive"))
 opened, over = threading.Event(), threading.Event()
 call = lambda n: Invocation("doubling", (n,), {})
 
@@ -89,7 +89,7 @@ async def serve():
 def child():
     signal.alarm(40)
     chain.choose_nowait(call(1), Doubling())
-    assert [event.name for event in told] == ["heuristics"], told
+    assert [event.name for event in events] == ["heuristics"], events
 
     async def again():
         assert await chain.choose(call(2), Doubling()) == 2

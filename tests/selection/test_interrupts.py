@@ -17,7 +17,7 @@ from asel.testing import ScriptedMeasure
 CALL = (jnp.ones(3),)
 begun = threading.Event()
 
-def told(line):
+def report(line):
     print(line, flush=True)
 
 async def ask_until_interrupted(chain, kernel, in_body=lambda: None):
@@ -28,10 +28,10 @@ async def ask_until_interrupted(chain, kernel, in_body=lambda: None):
     async def tell_when_all_wait():
         await anyio.to_thread.run_sync(begun.wait)
         await anyio.wait_all_tasks_blocked()
-        told("begun")
+        report("begun")
         await leaving.wait()
         await anyio.wait_all_tasks_blocked()
-        told("closing")
+        report("closing")
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(tell_when_all_wait)
@@ -46,7 +46,7 @@ def run(main, *args):
     try:
         anyio.run(main, *args, backend=sys.argv[1])
     except* KeyboardInterrupt:
-        told("interrupted")
+        report("interrupted")
 """
 
 HANGING = """
@@ -113,7 +113,7 @@ def strikes(position):
             finally:
                 sys.setprofile(profile)
 
-    told(position)
+    report(position)
     run(main)
     return left == 0
 

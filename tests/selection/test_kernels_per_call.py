@@ -83,7 +83,7 @@ async def test_choosing_keeps_no_kernel_alive(state: Any) -> None:
 
 @pytest.mark.parametrize("jit", [True, False])
 async def test_executing_keeps_one_of_several_equal_kernels(jit: bool) -> None:
-    """The others run its program, on the fast path too."""
+    """The others run its program, on the warm path too."""
     made: weakref.WeakSet[Any] = weakref.WeakSet()
     async with chain() as selector:
         execute: Executor[Any, Any] = Executor(selector, jit=jit)
@@ -157,7 +157,7 @@ async def test_few_kernels_without_weak_references_are_kept_alive() -> None:
     assert alive(held) <= 256
 
 
-async def test_equal_kernels_take_the_fast_path(monkeypatch) -> None:
+async def test_equal_kernels_take_the_warm_path(monkeypatch) -> None:
     """Once one has run, the others run without another look-up."""
     async with chain() as selector:
         execute: Executor[Any, Any] = Executor(selector)

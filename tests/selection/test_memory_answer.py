@@ -85,7 +85,7 @@ def test_repeated_calls_and_the_walk_always_agree(plan, bound):
 
 
 def test_the_second_hit_of_a_signature_is_answered_without_a_walk():
-    """The fast path that makes hits cost microseconds is in use."""
+    """The fast lane that makes hits cost microseconds is in use."""
 
     async def main():
         chain = ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False), sinks=())

@@ -43,13 +43,13 @@ WRONG = [
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("inv", "of", "said"), WRONG)
+@pytest.mark.parametrize(("inv", "of", "message"), WRONG)
 @pytest.mark.parametrize("method", ["choose", "select", "explain", "retune", "choose_nowait"])
-async def test_an_invalid_call_or_kernel_is_named(method, inv, of, said):
+async def test_an_invalid_call_or_kernel_is_named(method, inv, of, message):
     """Every method raises an error of asel's, not an AttributeError."""
     bench = Bench()
     async with bench.chain as chain:
-        with pytest.raises(InvalidRequestError, match=said):
+        with pytest.raises(InvalidRequestError, match=message):
             answer = getattr(chain, method)(inv, of)
             if method != "choose_nowait":
                 await answer
@@ -70,10 +70,10 @@ WRONG_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), WRONG_OPTIONS)
-def test_a_wrong_parameter_of_a_selector_is_named(options, said):
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)
+def test_a_wrong_parameter_of_a_selector_is_named(options, message):
     """It is refused by the constructor, not by the first call that needs it."""
-    with pytest.raises(InvalidRequestError, match=said):
+    with pytest.raises(InvalidRequestError, match=message):
         ConfigSelectorChain(**options)
 
 
@@ -88,7 +88,7 @@ async def test_withdraw_checks_its_request():
 @pytest.mark.anyio
 @pytest.mark.parametrize("method", ["__call__", "nowait"])
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ((None, X), "a NoneType is not a kernel"),
         ((lambda x: x, X), "a function is not a kernel"),
@@ -97,10 +97,10 @@ async def test_withdraw_checks_its_request():
         ((call(), Toy()), "an Invocation is not a kernel"),
     ],
 )
-async def test_an_invalid_call_of_an_executor_is_named(method, given, said):
+async def test_an_invalid_call_of_an_executor_is_named(method, given, message):
     """An executor takes a kernel and its arguments."""
     async with Bench().chain as chain:
-        with pytest.raises(InvalidRequestError, match=said):
+        with pytest.raises(InvalidRequestError, match=message):
             out = getattr(Executor(chain), method)(*given)
             if method == "__call__":
                 await out
@@ -129,7 +129,7 @@ async def test_an_invocation_of_another_op_is_refused_despite_a_memory_answer():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("example", "said"),
+    ("example", "message"),
     [
         ((Toy(), X), r"example 1, of 'toy', is a FakeArray; pass the arguments as a tuple, \(kernel, \(x,\)\)"),
         ((Toy(), [X]), "is a list; pass the arguments as a tuple"),
@@ -140,26 +140,26 @@ async def test_an_invocation_of_another_op_is_refused_despite_a_memory_answer():
         ((Other(), call()), "this invocation is of 'toy', and the kernel is 'other'"),
     ],
 )
-async def test_a_wrong_example_ends_a_warm_up_before_it_begins(example, said):
+async def test_a_wrong_example_ends_a_warm_up_before_it_begins(example, message):
     """The error names the example, and nothing has been tuned yet."""
     bench = Bench()
     async with bench.chain as chain:
-        with pytest.raises(InvalidRequestError, match=said):
+        with pytest.raises(InvalidRequestError, match=message):
             await warm_up(chain, [(Toy(), call()), example])
     assert bench.tunes == 0
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (([(Toy(), call())], Bench().chain), "a list is not a selector; pass a ConfigSelectorChain first"),
         ((Bench().chain, None), "a NoneType is not a list of"),
     ],
 )
-async def test_swapped_arguments_of_a_warm_up_are_named(arguments, said):
+async def test_swapped_arguments_of_a_warm_up_are_named(arguments, message):
     """The selector comes first."""
-    with pytest.raises(InvalidRequestError, match=said):
+    with pytest.raises(InvalidRequestError, match=message):
         await warm_up(*arguments)
 
 

@@ -167,7 +167,7 @@ async def test_explain_shows_every_tiers_answer_and_changes_nothing():
     async with bench.chain as chain:
         cold = await chain.explain(call(), Toy())
         assert cold.answered_by == "autotune"
-        assert [said.tier for said in cold.tiers] == [
+        assert [answer.tier for answer in cold.tiers] == [
             "override",
             "overlay",
             "memory",
@@ -198,9 +198,9 @@ async def test_explain_names_the_tune_in_flight():
     bench = Bench(allow={"cache_miss_fallback": "background"})
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
-        said = {s.tier: s.says for s in (await chain.explain(call(), Toy())).tiers}
-    assert said["memory"] == "a tune is pending"
-    assert said["autotune"] == f"tune {bench.sink.events[0].tune_id} is in flight"
+        texts = {s.tier: s.says for s in (await chain.explain(call(), Toy())).tiers}
+    assert texts["memory"] == "a tune is pending"
+    assert texts["autotune"] == f"tune {bench.sink.events[0].tune_id} is in flight"
 
 
 async def test_stale_entries_are_reported_once_and_lead_to_one_tune():

@@ -472,7 +472,7 @@ class Gated(ScriptedMeasure):
 
 def test_threads_that_trace_share_one_tune(real_backend):
     """Threads that trace while the loop runs get the heuristic, the loop tunes once, and then they get the winner."""
-    workers, told_in = 6, []
+    workers, sink_threads = 6, []
 
     async def in_threads(model: Model) -> list[Blocks]:
         together = threading.Barrier(workers)
@@ -491,7 +491,7 @@ def test_threads_that_trace_share_one_tune(real_backend):
         measure = Gated({Blocks(1): 0.003, Blocks(2): 0.002, Blocks(3): 0.001})
         bench = Bench(
             tuner=Tuner(warmup=0, iters=1, measure=measure),
-            on_event=lambda event: told_in.append(threading.get_ident()),
+            on_event=lambda event: sink_threads.append(threading.get_ident()),
         )
         async with bench.chain as chain:
             model = Model(bench)
@@ -500,7 +500,7 @@ def test_threads_that_trace_share_one_tune(real_backend):
             await chain.settled()
             assert await in_threads(model) == [BEST] * workers
             assert bench.tunes == 1
-        assert set(told_in) == {threading.get_ident()}, "sinks are called on the loop alone"
+        assert set(sink_threads) == {threading.get_ident()}, "sinks are called on the loop alone"
 
     anyio.run(main, backend=real_backend)
 

@@ -150,8 +150,8 @@ async def test_memory_takes_as_many_records_as_it_has_room_for():
         assert bench.cache.size() == 3
 
 
-@pytest.mark.parametrize(("trouble", "told"), [("broken", ["store_error"]), ("hung", ["store_error"]), ("slow", [])])
-async def test_a_chain_opens_over_a_store_that_fails_or_is_slow(trouble, told):
+@pytest.mark.parametrize(("trouble", "events"), [("broken", ["store_error"]), ("hung", ["store_error"]), ("slow", [])])
+async def test_a_chain_opens_over_a_store_that_fails_or_is_slow(trouble, events):
     """It opens within `store_timeout_s`, with the records that arrived in time; a failure has its event."""
     place = Listing(*[await record_of(size) for size in range(8, 16)])
     if trouble == "slow":
@@ -163,7 +163,7 @@ async def test_a_chain_opens_over_a_store_that_fails_or_is_slow(trouble, told):
     async with bench.chain:
         assert anyio.current_time() - start == pytest.approx(0.0 if trouble == "broken" else 5.0)
         assert bench.cache.size() == (2 if trouble == "slow" else 0)
-        assert bench.sink.names == told
+        assert bench.sink.names == events
 
 
 async def test_a_caller_cancelled_while_the_chain_opens_leaves_it_closed():

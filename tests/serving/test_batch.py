@@ -189,19 +189,19 @@ async def test_one_bad_kernel_does_not_stop_a_batch():
 @pytest.mark.anyio
 async def test_a_batch_begins_with_the_most_frequent_calls_and_reports_progress():
     """If time runs out, the least frequent calls are left; `progress` is called twice for each call."""
-    bench, told = Bench(), []
+    bench, reported = Bench(), []
     for size, times in ((8, 1), (16, 3), (32, 2)):
         for _ in range(times):
             inv = call(size)
             record_invocation(*bench.chain.resolve(inv, Toy()).key, Toy(), inv.args, inv.kwargs)
     async with bench.chain as chain:
-        summary = await autotune_recorded(chain, DEV, progress=told.append, budget_s=TUNE_S * 1.5)
+        summary = await autotune_recorded(chain, DEV, progress=reported.append, budget_s=TUNE_S * 1.5)
         assert [(item.call, item.outcome) for item in summary.items] == [
             ("x=f32[16,128]", "tuned"),
             ("x=f32[32,128]", "tuned"),  # began in time, and so it ends
             ("x=f32[8,128]", "left"),
         ]
-        assert [(p.begun, p.done, p.ended and p.ended.outcome) for p in told] == [
+        assert [(p.begun, p.done, p.ended and p.ended.outcome) for p in reported] == [
             ("toy(x=f32[16,128])", 0, None),
             ("", 1, "tuned"),
             ("toy(x=f32[32,128])", 1, None),

@@ -489,7 +489,7 @@ def test_a_slow_prepare_stays_in_a_thread(real_backend):
 
 
 def test_a_warm_call_follows_changes_of_the_chains_answer(real_backend):
-    """The fast path gives way to another config in memory, an override, and a closed chain."""
+    """The warm path gives way to another config in memory, an override, and a closed chain."""
     op, x = Scaled(), jnp.ones(4)
 
     async def main():
@@ -514,7 +514,7 @@ def test_a_warm_call_follows_changes_of_the_chains_answer(real_backend):
 
 
 def test_a_warm_winner_that_fails_is_replaced(real_backend):
-    """Failures on the fast path are handled like all others."""
+    """Failures on the warm path are handled like all others."""
     broken = threading.Event()
 
     class Breaks(Scaled):

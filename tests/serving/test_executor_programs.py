@@ -184,7 +184,7 @@ def test_a_background_tune_begins_even_if_its_caller_got_no_config(real_backend)
     anyio.run(main, backend=real_backend)
 
 
-def test_nowait_takes_the_fast_path_once_memory_has_its_config(real_backend, monkeypatch):
+def test_nowait_takes_the_warm_path_once_memory_has_its_config(real_backend, monkeypatch):
     """The first run had the heuristic's config, which then won; later runs need no look-up."""
 
     @kernel(op_id="guessed", configs=[2], heuristic=2)

@@ -132,15 +132,15 @@ def test_a_call_that_cannot_be_written_is_named(tmp_path):
     with pytest.warns(UntunedWarning, match="4 recorded calls were not written to ") as warned:
         written = save_invocations(tmp_path / "calls.jsonl")
     assert len(written.calls) == 1
-    said = str(warned[0].message)
+    message = str(warned[0].message)
     for reason in (
         "args[0] is a function, which has neither a value nor an import path",
         "args[0] is text that contains a secret",
         "its kernel, a Sized, has no import path; assign it to a variable of a module",
         "seen under other JAX settings",
     ):
-        assert reason in said
-    assert "hunter2" not in said
+        assert reason in message
+    assert "hunter2" not in message
 
 
 def test_any_text_in_a_call_stays_in_its_line(tmp_path):
@@ -174,7 +174,7 @@ def test_a_bad_line_is_skipped_with_a_reason(tmp_path, monkeypatch):
         read = load_invocations(path)
     assert [call.seen for call in read.calls] == [3]
     assert len(recorded()["anything@v0"]) == 1
-    for said, reason in zip(
+    for skipped, reason in zip(
         read.skipped,
         (
             "line 1: it is not JSON",
@@ -187,7 +187,7 @@ def test_a_bad_line_is_skipped_with_a_reason(tmp_path, monkeypatch):
         ),
         strict=True,
     ):
-        assert said.startswith(reason)
+        assert skipped.startswith(reason)
 
 
 def test_another_program_reads_the_calls_that_a_script_saved(tmp_path, monkeypatch):
