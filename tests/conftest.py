@@ -33,7 +33,7 @@ def anyio_backend(request):
 
 @pytest.fixture(params=["asyncio", "trio"])
 def real_backend(request):
-    """For tests of threads, files and processes: both backends, in real time."""
+    """Both backends in real time, for tests of threads, files and processes."""
     return request.param
 
 

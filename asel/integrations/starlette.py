@@ -1,4 +1,4 @@
-"""A selector in a Starlette or FastAPI application: opened, warmed up and closed with it, and reported to probes.
+"""Opens, warms up and closes a selector with a Starlette or FastAPI application, and answers its probes.
 
 tuned = SelectorLifespan(selector, [(kernel, (example,)), ...])
 app = FastAPI(lifespan=tuned, routes=tuned.routes())
@@ -42,49 +42,49 @@ __all__ = ["Readiness", "SelectorLifespan"]
 logger = logging.getLogger("asel")
 Examples = Iterable[tuple[Any, Any]]
 Status = Literal["closed", "warming up", "ready", "degraded"]
-# A probe's answer is read by people, and stored by the orchestrator.
+# The number of calls that a probe's answer names, since people read it and the orchestrator stores it.
 _MAX_NAMED = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """How far the warm-up is. It answers a probe, and prints as JSON."""
+    """The progress of the warm-up, for probes."""
 
     status: Status
-    """`degraded`: the warm-up is over, and some calls run on a heuristic or not at all."""
+    """`degraded`: the warm-up is over, and some calls run on their heuristics or fail."""
     total: int = 0
     missing: tuple[str, ...] = ()
-    """The calls that are yet to be settled."""
+    """The calls that are not settled yet."""
     failed: dict[str, str] = field(default_factory=dict)
     """The calls that are settled without a tuned config, each with the reason."""
     error: str = ""
-    """Why the warm-up itself ended early."""
+    """The error that ended the warm-up early, if any."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests should come: each call is settled, if only by an error, so nothing is left to wait for."""
+        """Whether the service is ready for requests: every call is settled, some perhaps by an error."""
         return self.status in ("ready", "degraded")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a probe's answer, with its lists cut short."""
+        """Return the answer to a probe, with long lists cut short."""
         failed = dict(list(self.failed.items())[:_MAX_NAMED])
-        told: dict[str, Any] = {"status": self.status, "total": self.total, "settled": self.total - len(self.missing)}
-        told |= {"missing": list(self.missing[:_MAX_NAMED])} if self.missing else {}
-        told |= {"failed": failed} if failed else {}
-        return told | ({"error": self.error} if self.error else {})
+        answer: dict[str, Any] = {"status": self.status, "total": self.total, "settled": self.total - len(self.missing)}
+        answer |= {"missing": list(self.missing[:_MAX_NAMED])} if self.missing else {}
+        answer |= {"failed": failed} if failed else {}
+        return answer | ({"error": self.error} if self.error else {})
 
 
 class SelectorLifespan:
-    """Opens a selector with an application, warms it up beside it, and closes both.
+    """Opens a selector with an application, warms it up while the application serves, and closes it at the end.
 
-    The server answers from the start: the warm-up is a task of its own, so that `/livez` is 200 and `/readyz` is 503
-    while it runs. `/readyz` says what is missing. It turns 200 when each example is settled, also if some failed, which
-    the answer then names with their reasons: they run on their heuristics.
+    The server answers from the start, since the warm-up is a task of its own: meanwhile `/livez` is 200 and `/readyz`
+    is 503, with the missing examples. Once every example is settled, `/readyz` is 200. It names the examples that
+    failed or run on their heuristics, with the reasons.
 
-    `examples` are those of `warm_up`, or a function that returns them, called in a thread. An example of arrays is run
-    once, so that no request compiles it. After `budget_s` no further tune begins.
+    `examples` are those of `warm_up`, or a function that returns them, which is called in a thread. An example with
+    arrays is run once, so that no request has to compile it. After `budget_s` no more tunes begin.
 
-    The application's state has the `selector` and `execute`, an `Executor` of it: `request.state.execute`.
+    The application's state has the `selector` and its `Executor`, as `request.state.execute`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SelectorLifespan:
 
     @asynccontextmanager
     async def __call__(self, app: Any = None) -> AsyncIterator[dict[str, Any]]:
-        """Hold the selector open for an application; yields its state."""
+        """Keep the selector open for an application; yields the application's state."""
         self._forget()
         try:
             async with self.selector, anyio.create_task_group() as tasks:
@@ -123,7 +123,7 @@ class SelectorLifespan:
             self._status = "closed"
 
     def readiness(self) -> Readiness:
-        """Return how far the warm-up is; may be called from any thread."""
+        """Return the progress of the warm-up; may be called from any thread."""
         return Readiness(self._status, self._total, tuple(self._missing), dict(self._failed), self._error)
 
     def routes(self, live: str = "/livez", ready: str = "/readyz") -> list[BaseRoute]:
@@ -131,11 +131,11 @@ class SelectorLifespan:
         return [Route(live, self.live, name="asel.live"), Route(ready, self.ready, name="asel.ready")]
 
     async def live(self, request: Request) -> JSONResponse:
-        """Answer 200: an event loop that answers is alive, warm or not."""
+        """Answer 200: the event loop answers, so the service is alive, warm or not."""
         return JSONResponse({"status": "alive"})
 
     async def ready(self, request: Request) -> JSONResponse:
-        """Answer 200 once requests should come, and 503 before, with what is missing."""
+        """Answer 200 once the service is ready for requests, and 503 before, with the missing examples."""
         readiness = self.readiness()
         return JSONResponse(readiness.as_dict(), 200 if readiness.is_ready else 503)
 
@@ -144,7 +144,7 @@ class SelectorLifespan:
             calls = await run_in_thread("making examples", partial(self._calls, current_settings()))
             names = [f"{call.kernel.op_id}({call_text(call.inv, call.kernel)})" for call in calls]
             self._total, self._missing = len(names), list(names)
-            begun, guessed = "", set[str]()
+            begun, on_heuristic = "", set[str]()
 
             def note(progress: BatchProgress) -> None:
                 nonlocal begun
@@ -154,23 +154,23 @@ class SelectorLifespan:
                 if item.outcome == "failed":
                     self._settle(begun, item.said())
                 elif item.outcome == "heuristic":
-                    guessed.add(begun)
+                    on_heuristic.add(begun)
                 elif item.outcome == "left":
-                    self._settle(f"{item.op_id}({item.call})", f"the budget of {self._budget_s:g} s was spent before")
+                    self._settle(f"{item.op_id}({item.call})", f"the budget of {self._budget_s:g} s was already spent")
 
             await run_batch(self.selector, calls, progress=note, budget_s=self._budget_s)
             for name, call in zip(names, calls, strict=True):
                 if name in self._missing:
                     failure = await _failure_of_running(execute, call)
-                    self._settle(name, failure or (await self._why_guessed(call) if name in guessed else ""))
-        except Exception as error:  # the application serves all the same, and probes say why it is not warm
+                    self._settle(name, failure or (await self._why_heuristic(call) if name in on_heuristic else ""))
+        except Exception as error:  # the application serves anyway, and `/readyz` has the error
             logger.exception("the warm-up failed")
             self._error = f"{type(error).__name__}: {redact(error)}"
         self._missing.clear()
         self._status = "degraded" if self._failed or self._error else "ready"
 
-    async def _why_guessed(self, call: BatchCall) -> str:
-        """Return why a call that may be tuned runs on its heuristic."""
+    async def _why_heuristic(self, call: BatchCall) -> str:
+        """Return why a call that may be tuned runs on its heuristic; "" if tuning is off."""
         if not self.selector.policy.allow_autotune or tuning_switched_off():
             return ""
         inv = call.inv if call.prepare is None else await call.prepare()
@@ -190,20 +190,20 @@ class SelectorLifespan:
 
 
 async def _failure_of_running(execute: Executor[Any, Any], call: BatchCall) -> str:
-    """Run an example once, which compiles what requests will run; return why that failed."""
+    """Run an example once, so that its program is compiled; return why that failed, or ""."""
     import jax
 
     if call.prepare is None and own_prepare(call.kernel) is not None:
-        return ""  # an invocation has prepared arguments, and an executor prepares those it gets
+        return ""  # the invocation's arguments are prepared already, and the executor would prepare them again
     leaves = jax.tree_util.tree_leaves((call.inv.args, call.inv.kwargs))
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return ""
-    patience_s = execute.selector.policy.candidate_timeout_s
+    timeout_s = execute.selector.policy.candidate_timeout_s
     try:
-        with anyio.fail_after(patience_s):
+        with anyio.fail_after(timeout_s):
             await execute(call.kernel, *call.inv.args, **call.inv.kwargs)
     except TimeoutError:
-        return f"its run takes longer than {patience_s:g} s"
+        return f"its run takes longer than {timeout_s:g} s"
     except Exception as error:
         return f"{type(error).__name__}: {redact(error)}"
     return ""

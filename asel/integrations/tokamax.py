@@ -1,8 +1,8 @@
-"""Tokamax's ops as kernels, and what was chosen for them as an autotuning overlay of tokamax's own.
+"""Tokamax's functions and ops as kernels, and their chosen configs as tokamax's own autotuning overlay.
 
 kernel = TokamaxFunction(tokamax.dot_product_attention)   # chooses the implementation
 kernel = TokamaxOp(op)                                    # chooses the config of one implementation
-with await autotune(selector, bound_arguments): ...       # tokamax finds what asel has chosen
+with await autotune(selector, bound_arguments): ...       # tokamax uses the configs that asel has chosen
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _AUTO = "auto"
 
 
 def _needed(owner: Any, name: str) -> Any:
-    """Return an attribute of tokamax's.
+    """Return an attribute of an object of tokamax's.
 
     Raises:
-        InvalidRequestError: this version has none of that name.
+        InvalidRequestError: this version has no such attribute.
     """
     try:
         return getattr(owner, name)
@@ -53,8 +53,8 @@ def _needed(owner: Any, name: str) -> Any:
 class TokamaxFunction(FunctionKernel[str, Any]):
     """A function of tokamax's API, such as `tokamax.layer_norm`; its config is the name of an implementation.
 
-    The candidates are those that the function's signature names, and `"auto"`, tokamax's own choice, which is the
-    heuristic. One that this machine cannot run is a failed outcome like any other.
+    The candidates are the names in the function's signature, and `"auto"`, tokamax's own choice, which is the
+    heuristic. An implementation that this machine cannot run is a failed outcome.
     """
 
     def __init__(self, function: Any, implementations: Sequence[str] | None = None) -> None:
@@ -72,7 +72,7 @@ def _run_implementation(function: Any, *args: Any, cfg: str, **kwargs: Any) -> A
 
 
 def _named(run: Any, signature: inspect.Signature, name: str) -> Any:
-    """Give a partial the parameters of what it calls, so that a call by position and one by name have one key."""
+    """Give a partial the parameters of its function, so that positional and keyword calls have the same key."""
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY)
     others = [parameter for parameter in signature.parameters.values() if parameter.name != "implementation"]
     run.__signature__ = signature.replace(parameters=[*others, cfg])
@@ -91,7 +91,7 @@ def _implementations(function: Any) -> tuple[str, ...]:
 
 
 def _literals(hint: Any) -> Iterator[str]:
-    """Give the names in a `Literal`, which may be one of a union, or the value of a `type` statement."""
+    """Yield the names in a `Literal`, which may be part of a union or the value of a `type` statement."""
     hint = getattr(hint, "__value__", hint)
     if typing.get_origin(hint) is Literal:
         yield from typing.get_args(hint)
@@ -101,10 +101,10 @@ def _literals(hint: Any) -> Iterator[str]:
 
 
 class TokamaxOp(FunctionKernel[Any, Any]):
-    """One implementation of an op, such as `PallasTritonFlashAttention()`; its config is one of the op's own.
+    """One implementation of an op, such as `PallasTritonFlashAttention()`; its config is one of the op's configs.
 
-    The heuristic and the candidates are tokamax's for the bound arguments. Gradients are the op's own too. Ops of one
-    class with other fields have other keys.
+    The heuristic and the candidates are tokamax's for the bound arguments, and gradients are the op's own. Ops of one
+    class with different fields have different keys.
     """
 
     def __init__(self, op: Any, op_id: str | None = None) -> None:
@@ -131,7 +131,7 @@ class TokamaxOp(FunctionKernel[Any, Any]):
     def _configs_of(self, inv: Invocation[Any, Any]) -> Iterable[Any]:
         if self.op.config is not None:
             return (self.op.config,)
-        # Tokamax has a set of them, in another order in every process.
+        # Tokamax returns a set, whose order differs between processes.
         return sorted(_needed(self._bound(inv), "autotuning_configs"), key=repr)
 
     def _bound(self, inv: Invocation[Any, Any]) -> Any:
@@ -143,24 +143,24 @@ def _run_op(op: Any, *args: Any, cfg: Any, **kwargs: Any) -> Any:
 
 
 def _version_of(op: Any) -> str:
-    """Return tokamax's version and, if the op's fields are not those it has by default, what tells them apart."""
+    """Return tokamax's version, with a digest of the op's fields that differ from their defaults, if any."""
     values = {field.name: (getattr(op, field.name), field.default) for field in fields(op) if field.name != "vjp"}
     changed = sorted((name, value) for name, (value, default) in values.items() if value != default)
     if not changed:
         return _VERSION
     if " at 0x" in (text := repr(changed)):
         raise InvalidRequestError(
-            f"{type(op).__name__} has a field that no other process can compare: {text}; "
-            "subclass the op with another default, so that the class has the difference in its name"
+            f"{type(op).__name__} has a field that other processes cannot compare: {text}; "
+            "subclass the op with another default, so that the name of the class shows the difference"
         )
     return f"{_VERSION}+{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def bound_call(bound: Any) -> tuple[TokamaxOp, Invocation[Any, Any]]:
-    """Return bound arguments, from `op.bind(...)` or `tokamax.autotuning.get_bound_args`, as an example to warm up.
+    """Return bound arguments, from `op.bind(...)` or `tokamax.autotuning.get_bound_args`, as an example for `warm_up`.
 
     Raises:
-        InvalidRequestError: they are of a call within `vmap`, which cannot be measured by itself.
+        InvalidRequestError: the call is within `vmap`, so it cannot be measured by itself.
     """
     if _needed(bound, "vmap_axis_sizes"):
         raise InvalidRequestError(
@@ -172,9 +172,9 @@ def bound_call(bound: Any) -> tuple[TokamaxOp, Invocation[Any, Any]]:
 
 
 async def autotune(selector: ConfigSelectorChain[Any, Any], bound_arguments: Iterable[Any]) -> Any:
-    """Have a config selected for each, and return those that were measured as a `tokamax.AutotuningResult`.
+    """Select a config for each of the bound arguments; return the measured ones as a `tokamax.AutotuningResult`.
 
-    Within `with result:`, tokamax's ops find these configs. Ops that have nothing to choose are left out.
+    Within `with result:`, tokamax's ops use these configs. Ops with fewer than two configs are left out.
 
     Raises:
         NoConfigError: every tier declined an op.
@@ -186,7 +186,7 @@ async def autotune(selector: ConfigSelectorChain[Any, Any], bound_arguments: Ite
         kernel, inv = bound_call(bound)
         selection = await selector.select(inv, kernel)
         report = selection.report
-        if report is None and selection.tier == "memory":  # preloaded, without what was measured
+        if report is None and selection.tier == "memory":  # preloaded, so its report is still in the store
             report = await selector.find_report(inv, kernel, selection.cfg)
         if report is not None:
             found.append((bound, report))
@@ -194,9 +194,9 @@ async def autotune(selector: ConfigSelectorChain[Any, Any], bound_arguments: Ite
 
 
 def autotuning_result(reports: Iterable[tuple[Any, TuneReport[Any]]]) -> Any:
-    """Return reports on bound arguments as a `tokamax.AutotuningResult`: a context manager, which `dumps` as JSON.
+    """Return reports on bound arguments as a `tokamax.AutotuningResult`, a context manager that `dumps` as JSON.
 
-    It has the winner alone, since tokamax takes the config with the lowest median, whatever the noise.
+    It has only the winners, because tokamax takes the config with the lowest median without regard to noise.
     """
     data = tuple((bound, _autotuning_data(report)) for bound, report in reports if report.best is not None)
     return _needed(tokamax, "AutotuningResult")(default_device().device_kind, data)
@@ -207,7 +207,7 @@ def _autotuning_data(report: TuneReport[Any]) -> Any:
     assert best is not None
     benchmark = _needed(tokamax, "BenchmarkData")(
         compile_time_ms=1e3 * best.compile_s,
-        lower_time_ms=0.0,  # a part of the former
+        lower_time_ms=0.0,  # included in `compile_time_ms`
         evaluation_times_ms=tuple(1e3 * seconds for seconds in best.samples_s),
         metadata={"tuned_by": "asel", "tune_id": report.tune_id},
     )

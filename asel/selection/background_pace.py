@@ -1,6 +1,6 @@
 """The limits on background tunes, which share the machine with requests.
 
-A tune that somebody waits for is held back by none of this, from the moment they wait.
+They no longer apply to a tune once a caller waits for it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["BackgroundLimits", "BackgroundPace"]
 
 @dataclass(frozen=True, slots=True)
 class BackgroundLimits:
-    """`max_tunes` at once (None: as many as there are), at work for a part of the time, and only while idle.
+    """At most `max_tunes` run at once, each works for `duty_cycle` of the time, and only while the selector is idle.
 
-    Idle means that nothing has been selected for `idle_s` seconds; None: whether or not anything is.
+    It is idle once nothing has been selected for `idle_s` seconds. None means no limit.
     """
 
     max_tunes: int | None = None
@@ -43,14 +43,14 @@ class BackgroundLimits:
             )
 
 
-class _Held(Protocol):
-    """What may be held back: a tune."""
+class _Paced(Protocol):
+    """A tune; the limits apply while it is in the background."""
 
     background: bool
 
 
 class BackgroundPace:
-    """Holds the background tunes of one selector to its limits. `calls` counts what has been selected so far."""
+    """Applies the limits to the background tunes of one selector. `calls` returns the number of selections so far."""
 
     def __init__(self, limits: BackgroundLimits, calls: Callable[[], int]) -> None:
         self._limits = limits
@@ -60,17 +60,17 @@ class BackgroundPace:
         self._changed = anyio.Event()
 
     def notify(self) -> None:
-        """Have tunes that are held back look again: one has ended, or somebody waits for one."""
+        """Have delayed tunes check the limits again, because a tune has ended or a caller waits for one."""
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
-    def may_hold(self, tune: _Held) -> bool:
-        """Tell whether a tune may have to wait before it begins."""
+    def may_delay(self, tune: _Paced) -> bool:
+        """Return whether the limits may delay the beginning of a tune."""
         return tune.background and self._limits != BackgroundLimits()
 
     @asynccontextmanager
-    async def place(self, tune: _Held) -> AsyncIterator[None]:
-        """Wait until a tune may begin, and count it while the block runs."""
+    async def slot(self, tune: _Paced) -> AsyncIterator[None]:
+        """Wait until a tune may begin, and count it as running during the block."""
         max_tunes = self._limits.max_tunes
         while tune.background and max_tunes is not None and self._running >= max_tunes:
             await self._changed.wait()
@@ -83,8 +83,8 @@ class BackgroundPace:
             self._running -= counts
             self.notify()
 
-    async def rest(self, tune: _Held, worked_s: float) -> None:
-        """Pause after a step that took so long, and until nothing else goes on."""
+    async def rest(self, tune: _Paced, worked_s: float) -> None:
+        """Pause after a step of `worked_s` seconds, and then until the selector is idle."""
         if not tune.background:
             return
         duty = self._limits.duty_cycle
@@ -93,17 +93,17 @@ class BackgroundPace:
                 await self._until_waited_for(tune)
         await self._until_idle(tune)
 
-    async def _until_idle(self, tune: _Held) -> None:
-        """Return once nothing was selected for a while. It is not waited for again until something is."""
+    async def _until_idle(self, tune: _Paced) -> None:
+        """Return once nothing was selected for `idle_s`; immediately if that was so and nothing was selected since."""
         if self._limits.idle_s is None:
             return
         while tune.background and self._calls() != self._calls_when_idle:
             seen = self._calls()
-            with anyio.move_on_after(self._limits.idle_s) as nobody_came:
+            with anyio.move_on_after(self._limits.idle_s) as quiet:
                 await self._until_waited_for(tune)
-            if nobody_came.cancelled_caught and self._calls() == seen:
+            if quiet.cancelled_caught and self._calls() == seen:
                 self._calls_when_idle = seen
 
-    async def _until_waited_for(self, tune: _Held) -> Any:
+    async def _until_waited_for(self, tune: _Paced) -> Any:
         while tune.background:
             await self._changed.wait()

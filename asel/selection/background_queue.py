@@ -1,4 +1,4 @@
-"""The queue of keys whose callers could not wait: the loop tunes each once."""
+"""The queue of keys whose callers could not wait; the event loop tunes each of them once."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = ["BackgroundQueue"]
 
 
 class BackgroundQueue:
-    """A queue from any thread to the chain's loop."""
+    """Takes calls from any thread, and passes each to `handle` on the selector's event loop."""
 
-    def __init__(self, see_to: Callable[[Call], Awaitable[None]]) -> None:
-        self._see_to = see_to
+    def __init__(self, handle: Callable[[Call], Awaitable[None]]) -> None:
+        self._handle = handle
         self._lock = threading.Lock()
         self._loop: LoopHandle | None = None
         self._inbox: deque[tuple[Context, Call]] = deque()
         self._queued: set[tuple[CacheKey, str]] = set()
-        self._mail, self._progress = anyio.Event(), anyio.Event()
+        self._arrived, self._handled = anyio.Event(), anyio.Event()
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """Be closed: the loop that would see to the queue has ended, or belongs to the parent of a fork."""
+        """Reset to a closed queue: its loop has ended, or belongs to the parent of a fork."""
         self._lock = threading.Lock()
         self._loop = None
         self._inbox.clear()
         self._queued.clear()
 
     def open(self, loop: LoopHandle) -> None:
-        self._mail, self._progress = anyio.Event(), anyio.Event()
+        self._arrived, self._handled = anyio.Event(), anyio.Event()
         self._loop = loop
 
     def add(self, call: Call) -> bool:
-        """Have the loop see to a call, once for its key and checksum; False if there is no loop to do so."""
+        """Queue a call, unless its key and checksum are queued already; return False if the queue is closed."""
         address = (call.key, call.checksum)
-        settings = current_settings()  # of this thread, which need not be the loop's
+        settings = current_settings()  # they belong to this thread, which need not be the loop's
         with self._lock:
             loop = self._loop
             if loop is None:
@@ -54,21 +54,21 @@ class BackgroundQueue:
                 call.settings = settings
                 self._queued.add(address)
                 self._inbox.append((context_for_another_loop(), call))
-                loop.post(lambda: self._mail.set())
+                loop.post(lambda: self._arrived.set())
         return True
 
     async def serve(self, tasks: TaskGroup) -> None:
-        """See to what comes in, for as long as the chain is open."""
+        """Handle queued calls, each in its own task, until cancelled."""
         while True:
-            self._mail = anyio.Event()  # before the inbox is looked at, so that no mail is missed
+            self._arrived = anyio.Event()  # before the inbox is read, so that no call is missed
             while self._inbox:
                 context, call = self._inbox.popleft()
-                context.run(tasks.start_soon, self._handle, call)  # in the caller's telemetry context
-            await self._mail.wait()
+                context.run(tasks.start_soon, self._handle_one, call)  # in the caller's telemetry context
+            await self._arrived.wait()
 
-    async def _handle(self, call: Call) -> None:
+    async def _handle_one(self, call: Call) -> None:
         try:
-            await self._see_to(call)
+            await self._handle(call)
         finally:
             self._queued.discard((call.key, call.checksum))
             self._notify()
@@ -83,10 +83,10 @@ class BackgroundQueue:
 
     async def until_empty(self) -> None:
         while self._queued:
-            await self._progress.wait()
+            await self._handled.wait()
 
     def close(self) -> None:
-        """Forget what is queued, and take no more."""
+        """Drop all queued calls, and refuse new ones."""
         with self._lock:
             self._loop = None
             self._inbox.clear()
@@ -94,5 +94,5 @@ class BackgroundQueue:
         self._notify()
 
     def _notify(self) -> None:
-        woken, self._progress = self._progress, anyio.Event()
+        woken, self._handled = self._handled, anyio.Event()
         woken.set()

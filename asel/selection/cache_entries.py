@@ -1,4 +1,4 @@
-"""The entries of memory, an answer with its state or a pending tune, and the results of a look-up."""
+"""The entries of memory, which are answers or pending tunes, and the results of a look-up."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = [
     "ToBeVerified",
     "Unchecked",
     "Unread",
-    "answering",
-    "by_age",
+    "answer_of",
     "find_entry",
     "is_better",
+    "sorted_by_age",
 ]
 
 
 class Unread(ABC):
-    """A config as a store listed it. It is read when a call of its kernel brings the candidates it may be."""
+    """A config that a store has listed. It is decoded once a call of its kernel brings the candidates."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def created(self) -> float:
-        """When it was stored, in seconds since the epoch."""
+        """The time when it was stored, in seconds since the epoch."""
 
     @property
     @abstractmethod
@@ -49,22 +49,22 @@ class Unread(ABC):
 
     @abstractmethod
     def read(self, among: tuple[Any, ...]) -> Any:
-        """Return the config, or None if it cannot be used, as when it is not among the candidates."""
+        """Return the config; None if it cannot be used, for instance because it is not among the candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The entry's checksum is the one that was asked for."""
+    """The entry's checksum is the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoMatch:
-    """The entry was loaded, and then asked for with another checksum."""
+    """The entry was loaded, and a look-up has found that its checksum is not the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToBeVerified:
-    """The entry was loaded; the first look-up that knows the checksum settles it."""
+    """The entry was loaded; the first look-up with a checksum decides whether it matches."""
 
     checksum: str
 
@@ -74,12 +74,12 @@ ChecksumState = Match | NoMatch | ToBeVerified
 
 @dataclass(frozen=True, slots=True)
 class Provenance(Generic[Cfg]):
-    """Where an entry came from."""
+    """The origin of an entry."""
 
     source: Literal["put", "autotune", "persistent"]
     report: TuneReport[Cfg] | None = None
     foreign: bool = False
-    """It was measured with other software than there is here."""
+    """Whether it was measured in another software environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ class Done(Generic[Cfg]):
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[Cfg]):
-    """An entry whose answer is on its way: the shared tune itself.
+    """An entry whose answer is being tuned: the shared tune itself.
 
-    `previous` is what a retune is about to replace; until then it goes on answering.
+    During a retune, `previous` is the old answer, which remains in force until the tune ends.
     """
 
     tune: Shared[Any]
@@ -110,7 +110,7 @@ class Hit(Generic[Cfg]):
 
 @dataclass(frozen=True, slots=True)
 class Unchecked(Generic[Cfg]):
-    """There is a loaded entry, and the look-up did not say which checksum it expects."""
+    """There is a loaded entry, and the look-up had no checksum to verify it."""
 
     cfg: Cfg
     checksum: str
@@ -118,9 +118,9 @@ class Unchecked(Generic[Cfg]):
 
 @dataclass(frozen=True, slots=True)
 class Miss(Generic[Cfg]):
-    """`stale` has checksum and config of the loaded entries that this look-up found to be of another checksum.
+    """`stale` has the checksum and the config of each loaded entry that this look-up found to be stale.
 
-    Each is reported once.
+    A stale entry is reported once.
     """
 
     stale: tuple[tuple[str, Any], ...] = ()
@@ -129,25 +129,25 @@ class Miss(Generic[Cfg]):
 Lookup = Hit[Cfg] | Unchecked[Cfg] | Pending[Cfg] | Miss[Cfg]
 Entry = Done[Cfg] | Pending[Cfg]
 Checksum = str | None
-"""None is the checksum of what a user put: it matches any."""
+"""None is the checksum of a config that a user put, which matches any checksum."""
 
 
-def answering(entry: Entry[Cfg] | None) -> Done[Cfg] | None:
-    """Return what answers by an entry: its own answer, or what a retune is about to replace."""
+def answer_of(entry: Entry[Cfg] | None) -> Done[Cfg] | None:
+    """Return an entry's answer; during a retune, the old one."""
     return entry.previous if isinstance(entry, Pending) else entry
 
 
 def find_entry(
     slots: dict[Checksum, Entry[Cfg]], checksum: Checksum, *, answered: bool = False
 ) -> tuple[Checksum, Entry[Cfg] | None]:
-    """Return the entry that is asked first for a checksum, and its slot: what a user put comes before what was tuned.
+    """Return the entry that takes precedence for a checksum, and its slot.
 
-    What a user put into a store does not come before a tune made here since then. `answered`: only entries
-    that have an answer count.
+    A config that a user put precedes a tuned one, unless it was put into a store and this process has tuned since.
+    With `answered`, only entries that have an answer count.
     """
     put, tuned = slots.get(None), slots.get(checksum)
     if answered:
-        put, tuned = put if answering(put) else None, tuned if answering(tuned) else None
+        put, tuned = put if answer_of(put) else None, tuned if answer_of(tuned) else None
     if put is not None:
         was_loaded = isinstance(put, Done) and put.provenance.source == "persistent"
         if not (was_loaded and isinstance(tuned, Done) and not tuned.provenance.foreign):
@@ -156,7 +156,7 @@ def find_entry(
 
 
 def is_better(new: Done[Any], old: Done[Any]) -> bool:
-    """Tell whether one loaded entry takes the place of another: of this environment first, then the newest."""
+    """Return whether one loaded entry should replace another: this environment first, then the newest."""
     if not isinstance(old.state, ToBeVerified):
         return False
     return (not new.provenance.foreign, _created(new)) > (not old.provenance.foreign, _created(old))
@@ -166,8 +166,8 @@ def _created(entry: Entry[Any]) -> float:
     return entry.cfg.created if isinstance(entry, Done) and isinstance(entry.cfg, Unread) else 0.0
 
 
-def by_age(slots: dict[Checksum, Entry[Cfg]]) -> dict[Checksum, Entry[Cfg]]:
-    """Return what was loaded for a key in the order in which it was stored, which is not that of its listing."""
-    if len(slots) > 1 and all(isinstance(one, Done) and isinstance(one.cfg, Unread) for one in slots.values()):
+def sorted_by_age(slots: dict[Checksum, Entry[Cfg]]) -> dict[Checksum, Entry[Cfg]]:
+    """Return a key's entries sorted by the time when they were stored, if all of them were loaded."""
+    if len(slots) > 1 and all(isinstance(entry, Done) and isinstance(entry.cfg, Unread) for entry in slots.values()):
         return dict(sorted(slots.items(), key=lambda slot: _created(slot[1])))
     return slots

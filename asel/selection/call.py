@@ -1,4 +1,4 @@
-"""One call on its way through the tiers."""
+"""A call while it is being answered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ids = count()
 
 
 class Call:
-    """A call's invocation and kernel, the facts derived from them, and why each tier so far declined."""
+    """A call's invocation and kernel, the values derived from them, and the reason of each tier that declined."""
 
     __slots__ = (
         "_checksum",
@@ -64,52 +64,53 @@ class Call:
 
     @property
     def listing(self) -> CandidateList:
-        """The kernel's candidates, which it is asked for only if a tier needs them."""
+        """The kernel's candidates, listed only if a tier needs them."""
         if self._listing is None:
             self._listing = self.resolved.listing(self.inv, self.kernel)
         return self._listing
 
     @property
     def candidates_raised(self) -> bool:
-        """Whether the kernel was asked for its candidates, and raised."""
+        """Whether the kernel raised when it was asked for its candidates."""
         return self._listing is not None and self._listing.raised
 
     @property
     def checksum(self) -> str:
-        """The digest of the candidates, worked out only if a tier needs it."""
+        """The digest of the candidates, computed only if a tier needs it."""
         if self._checksum is None:
             self._checksum = self.resolved.checksum(self.objective, self.listing)
         return self._checksum
 
     def asked(self) -> Asked:
+        """Return this call as telemetry identifies it."""
         return Asked(next(_ids), self.start)
 
-    def meet(self, tune_id: str, began: bool) -> None:
-        """Note the tune this call began, or found pending."""
+    def note_tune(self, tune_id: str, began: bool) -> None:
+        """Record the tune that this call began or found pending."""
         self.tune_id, self.began = tune_id, began or (self.began and self.tune_id == tune_id)
 
     def query(self) -> StoreQuery[Any]:
-        """Return what to ask a store for."""
+        """Return the query for a store."""
         exact = self.policy.match_environment == "exact"
         return StoreQuery(self.key, self.checksum, environment(self.resolved.device), exact, self.listing.candidates)
 
     def declined_before(self, tier: Tier | None) -> Mapping[str, str]:
-        """Return why the tiers before this one have no answer; all of them, without it.
+        """Return the reasons of the tiers before `tier`, or of all tiers.
 
-        A tier that declined may have its answer by the time a later one is asked: memory is looked at again after the
-        store was awaited, and another process's record may come while one waits for the right to tune.
+        Later tiers may have declined too: memory is asked again after the store was read, and another process's record
+        may arrive while this call waits for the right to tune.
         """
         end = len(TIERS) if tier is None else _PLACES[tier]
         if len(self.declined) == end:
-            return self.declined  # the usual case: nothing but those before it
+            return self.declined  # the usual case: only earlier tiers have declined
         return {name: why for name, why in self.declined.items() if _PLACES[name] < end}
 
     def answer(self, tier: Tier, cfg: Any, report: Any = None) -> Selection[Any]:
-        # Few look at the checksum, so `select` works it out if no tier has.
+        # Few callers read the checksum, so it is left empty unless a tier computed it; `select` fills it in.
         return Selection(cfg, tier, self.key, self._checksum or "", report, self.declined_before(tier))
 
     def without_tracers(self, keys: KeyMemo) -> Call:
-        """Return this call with shapes in the place of tracers, which must not outlive their trace."""
+        """Return this call with its tracers replaced by shapes, since tracers must not outlive their trace."""
         import jax
 
         from asel.tuning.arrays import abstract
@@ -119,7 +120,7 @@ class Call:
         return Call(inv, self.kernel, keys.resolve(inv, self.kernel), self.policy, self.start)
 
     def no_config(self) -> NoConfigError:
-        """Return the error that says what happened, to what, and the next step."""
+        """Return the error for a call that every tier declined, with advice."""
         key, hints = self.key, []
         if self._listing is not None and self._listing.no_candidates and not self._listing.raised:
             hints.append("give the kernel candidate_cfgs for this call")
@@ -129,10 +130,10 @@ class Call:
             hints.append("allow heuristics with AutotunePolicy(allow_heuristics=True)")
         if not self.policy.allow_autotune:
             hints.append("allow autotuning with AutotunePolicy(allow_autotune=True)")
-        said = ", ".join(why for tier, why in self.declined.items() if tier not in ("override", "overlay"))
+        reasons = ", ".join(why for tier, why in self.declined.items() if tier not in ("override", "overlay"))
         advice = ", or ".join(hints) or "pass a config as the invocation's override_cfg"
         return NoConfigError(
-            f"no config for {key.op_id!r} on {key.device!r} (key {key.call_key[:8]}): {said}. "
+            f"no config for {key.op_id!r} on {key.device!r} (key {key.call_key[:8]}): {reasons}. "
             f"{advice[0].upper()}{advice[1:]}.",
             key=key,
             declined=self.declined_before(None),
@@ -140,7 +141,7 @@ class Call:
 
 
 def emit(events: Dispatcher, kind: type[Event], call: Call, tier: Tier | None = None, **facts: Any) -> None:
-    """Emit an event about a call, if a sink wants its kind. `tier` is the one that answered, if any did."""
+    """Emit an event about a call, if a sink wants its kind. `tier` is the tier that answered, if any."""
     if events.wants(kind):
         now = events.now()
         if issubclass(kind, Answer):

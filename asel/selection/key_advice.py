@@ -1,4 +1,4 @@
-"""Advice about keys that cost more than they need: one event for each problem."""
+"""Events that advise on avoidable tunes: constants with many values, and shapes outside of the buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KeyAdvice:
         self._seen_outside: BoundedMemo[bool] = BoundedMemo(_MAX_REMEMBERED)
 
     def emit_churn(self, call: Call) -> None:
-        """Tell that an op has many keys that differ in one constant only, and what can be done about it."""
+        """Report an op with many keys that differ in one constant only, with advice."""
         churn, call.resolved.churn = call.resolved.churn, None
         if churn is None:
             return
@@ -32,7 +32,7 @@ class KeyAdvice:
         emit(self._events, KeyChurn, call, argument=churn.argument, keys=churn.keys, advice=advice)
 
     def emit_out_of_range(self, call: Call) -> None:
-        """Tell that a shape lies outside the kernel's declared buckets."""
+        """Report once for each key that a shape lies outside the kernel's declared buckets."""
         if call.resolved.outside and self._seen_outside.get(call.key) is None:
             self._seen_outside.put(call.key, True)
             for dimension, size, low, high in call.resolved.outside:

@@ -1,4 +1,4 @@
-"""A selector from open to closed: its loop, its task group, and the order in which all of it ends."""
+"""Opens and closes a selector: its event loop, its task group, and the order in which its parts end."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _CLOSED_TOO_SOON = "the selector was closed while it was being opened"
 
 
 class Lifetime:
-    """Opens and closes one selector, as often as its owner likes.
+    """Opens and closes one selector, any number of times.
 
-    `tasks` is the task group of an open one. A selector that is not open may be used in any loop.
+    `tasks` is its task group while it is open. A selector that is not open may be used in any loop.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Lifetime:
         self._loop: LoopHandle | None = None
         self._closed: anyio.Event | None = None
         self._streams: list[EventStream] = []
-        self._cut_short = 0
+        self._cancelled_tunes = 0
 
-    # Its loop.
+    # The event loop.
 
     def check_loop(self) -> bool:
-        """Tell whether the selector is open, in the running loop.
+        """Return whether the selector is open in the running loop.
 
         Raises:
-            InvalidRequestError: it is open in another one, whose tasks cannot be waited for here.
+            InvalidRequestError: it is open in another loop, whose tasks cannot be awaited here.
         """
         if self.tasks is None:
             return False
@@ -67,10 +67,10 @@ class Lifetime:
         )
 
     def use_loop(self) -> bool:
-        """Take the time from the running loop; return False if the selector is open in it, and so does already.
+        """Take the time from the running loop; return False if the selector is open in it and does so already.
 
         Raises:
-            InvalidRequestError: it is open in another one.
+            InvalidRequestError: it is open in another loop.
         """
         if self.check_loop():
             return False
@@ -82,7 +82,7 @@ class Lifetime:
         return True
 
     def _has_lost_its_loop(self) -> bool:
-        """Tell whether the loop ended while the selector was open; it then counts as never opened."""
+        """Return whether the loop ended while the selector was open; if so, reset the selector to not open."""
         if self._loop is None or not self._loop.has_ended():
             return False
         self.tasks = self._group = None
@@ -92,17 +92,17 @@ class Lifetime:
     # Opening.
 
     async def open(self, resources: Sequence[Any], *, preload: bool) -> None:
-        """Open in the running loop, with these context managers entered.
+        """Open in the running loop, and enter the context managers in `resources`.
 
         Raises:
             InvalidRequestError: it is open already.
             SelectorClosedError: another task closed it before it was open.
-            Exception: what a resource raised.
+            Exception: a resource raised it while opening.
         """
         if self._group is not None and not self._has_lost_its_loop():
             raise InvalidRequestError("this chain is open already; share the object instead of entering it again")
         if self._closed is not None and self._loop is not None and self._loop.is_running_here():
-            await self._closed.wait()  # what is being closed is the same store, and the same sinks
+            await self._closed.wait()  # the store and the sinks are still being closed
             if self._group is not None:
                 raise InvalidRequestError("this chain was opened by another task; share the object instead")
         self.use_loop()
@@ -119,7 +119,7 @@ class Lifetime:
         if self._group is not group:
             group.cancel_tasks()
             raise SelectorClosedError(_CLOSED_TOO_SOON)
-        self.tasks, self._cut_short = tasks, 0
+        self.tasks, self._cancelled_tunes = tasks, 0
         self._tunes.open(tasks, self._loop)
         tasks.start_soon(self._serve_queue, tasks)
         if self._store is not None:
@@ -137,8 +137,8 @@ class Lifetime:
         try:
             await self._tunes.background_queue.serve(tasks)
         finally:
-            # The task group ends, and takes no more tunes. Unless this task's loop died, and the selector was opened in
-            # another one since.
+            # The task group is ending and takes no more tunes. If instead this task's loop died, the selector may be
+            # open in another loop by now.
             if self.tasks is tasks:
                 self._stop()
 
@@ -149,10 +149,10 @@ class Lifetime:
         self._state.closed = True
         if self._store is not None:
             self._store.stop_reading()
-        self._cut_short += self._tunes.close()
+        self._cancelled_tunes += self._tunes.close()
 
     async def close(self, *, hurried: bool = False) -> None:
-        """Close, or wait for the task that is closing."""
+        """Close, or wait for the task that is closing the selector already."""
         group, self._group = self._group, None
         if group is None:
             if self._closed is not None:
@@ -165,7 +165,7 @@ class Lifetime:
             try:
                 await self._end_tasks(group)
             except BaseException:
-                # Also an interrupt that struck before anything was awaited: asyncio raises it between any two lines.
+                # Also for an interrupt before the first await: asyncio raises KeyboardInterrupt between any two lines.
                 self._hurry(group)
                 raise
         finally:
@@ -178,27 +178,27 @@ class Lifetime:
                 self._closed.set()
 
     async def _end_tasks(self, group: OwnTaskGroup) -> None:
-        """Cancel all tunes and wait until their threads are back, or until Ctrl-C."""
+        """Cancel all tunes, and wait until their threads have finished or Ctrl-C interrupts."""
         with anyio.CancelScope(shield=True):
             self._stop()
             await group.end_tasks()
 
     def _hurry(self, group: OwnTaskGroup) -> None:
-        """Wait no longer for threads, and for the store to take what was found."""
-        self._state.hurried = True  # for tunes that have yet to notice that they are cancelled
+        """Stop waiting for threads, and for the store to save results."""
+        self._state.hurried = True  # for tunes whose cancellation has not reached them yet
         self._stop()
         self._tunes.shared.stop_saving()
         group.cancel_tasks()
         end_grace()
 
     async def _end_events(self, start: float) -> None:
-        """Emit the last event, and have all of them delivered."""
+        """Emit `closed`, and wait for the delivery of all events."""
         self._events(
             Closed(
                 key=None,
                 start=start,
                 end=self._events.now(),
-                cancelled=self._cut_short,
+                cancelled=self._cancelled_tunes,
                 abandoned=self._tunes.shared.still_busy(),
                 unsaved=0 if self._store is None else self._store.resilient.unsaved,
             )
@@ -206,15 +206,15 @@ class Lifetime:
         for stream in list(self._streams):
             stream.end()
         if not self._events.is_flushed:
-            # Bounded by itself, and cancelled by nobody: an answer was given, and its telemetry is owed.
+            # Shielded, so that the events of past answers are delivered. The flush itself is bounded by the grace.
             with anyio.CancelScope(shield=True):
                 await run_in_thread("flushing telemetry", partial(self._events.close, self._state.close_grace_s))
 
-    # Its streams.
+    # Event streams.
 
     @asynccontextmanager
     async def stream(self, buffer: int) -> AsyncIterator[EventStream]:
-        """Give the events as they happen, until the selector closes or the block ends."""
+        """Yield a stream of the events, until the selector closes or the block ends."""
         if not self.check_loop() and self._loop is None:
             self.use_loop()
         stream = EventStream(buffer, self._end_stream)
@@ -233,7 +233,7 @@ class Lifetime:
 
 
 def is_second_interrupt(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C struck while the body was already unwinding from a first one.
+    """Return whether this is a second Ctrl-C, while the body was unwinding from the first.
 
     On asyncio the first Ctrl-C cancels the body, on trio it is raised there.
     """

@@ -1,4 +1,4 @@
-"""The memory tier's last answer to a signature: what repeated calls get without a walk."""
+"""The memory tier's last answer to a signature, for repeated calls to reuse without a walk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MemoryAnswer"]
 
 
 class MemoryAnswer(Generic[Cfg]):
-    """An answer, with the policy and the cache's generation at the time. Immutable, because threads share it."""
+    """An answer, with the policy and the cache generation it was given under. Immutable, since threads share it."""
 
     __slots__ = ("_cache", "_generation", "_policy", "cfg", "checksum")
 
@@ -26,5 +26,5 @@ class MemoryAnswer(Generic[Cfg]):
         self._generation = generation
 
     def is_current(self, policy: AutotunePolicy) -> bool:
-        """Tell whether cache and policy are unchanged, so that the memory tier would answer the same."""
+        """Return whether cache and policy are unchanged, so that the memory tier would give the same answer."""
         return self._generation == self._cache.generation and self._policy is policy

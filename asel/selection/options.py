@@ -1,4 +1,4 @@
-"""Checks of a selector's parameters: a wrong one is refused where it enters, with its value."""
+"""Checks of a selector's parameters: an invalid one is refused with its value in the message."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ without_overlays = _overlays.cleared
 class overlay_cache(Scope[Mapping[tuple[str, str, str], Any]]):
     """Answer some keys with given configs, for the current task and those it starts.
 
-    Overlays nest, the innermost that holds a key wins, and nothing is written anywhere. Values of
-    None count as absent.
+    Overlays nest: the innermost one that has a key wins. Nothing is written to memory or a store. A value of
+    None counts as absent.
     """
 
     _stack = _overlays

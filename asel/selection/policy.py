@@ -1,4 +1,4 @@
-"""The policy: what a call may do to get its answer. Immutable, with overrides for a task."""
+"""The policy: how a call may get its config. It is immutable, with overrides for a task."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MatchEnvironment = Literal["any", "exact"]
 
 @dataclass(frozen=True, slots=True)
 class AutotunePolicy:
-    """What a call may do to get its answer.
+    """How a call may get its config.
 
     `cache_miss_fallback`: wait for a tune (`"autotune"`), skip it (`"heuristics"`), or answer with the
-    heuristic at once and tune behind it (`"background"`). Durations are in seconds.
+    heuristic immediately and tune in the background (`"background"`). Durations are in seconds.
     """
 
     allow_autotune: bool = True
@@ -84,7 +84,8 @@ class policy_override(Scope[_Override]):
     """Change fields of one selector's policy for the current task.
 
     Raises:
-        TypeError: a field the policy does not have; nothing is changed.
+        TypeError: the policy has no such field.
+        InvalidRequestError: a value is invalid.
     """
 
     _stack = _overrides
@@ -95,15 +96,15 @@ class policy_override(Scope[_Override]):
             raise TypeError(
                 f"AutotunePolicy has no field {', '.join(map(repr, unknown))}; its fields are {', '.join(_FIELDS)}"
             )
-        replace(AutotunePolicy(), **updates)  # a wrong value is refused here, not at some later call
-        self._override = _Override(getattr(selector, "chain", selector), updates)  # of a BlockingSelector
+        replace(AutotunePolicy(), **updates)  # refuse an invalid value here rather than at a later call
+        self._override = _Override(getattr(selector, "chain", selector), updates)  # a BlockingSelector has a chain
 
     def _value(self) -> _Override:
         return self._override
 
 
 class forward_autotune_only(Scope[None]):
-    """Tune by forward time alone for the current task, whatever `validate_backward` says."""
+    """Tune by forward time alone for the current task, even with `validate_backward=True`."""
 
     _stack = _forward_only
 
@@ -112,7 +113,7 @@ class forward_autotune_only(Scope[None]):
 
 
 def effective_policy(base: AutotunePolicy, selector: object) -> AutotunePolicy:
-    """Return `base` with the overrides that hold for `selector` in the current task."""
+    """Return `base` with the overrides of `selector` that are active in the current task."""
     if open_scopes():
         for override in _overrides.values():
             if override.selector is selector:
@@ -120,24 +121,24 @@ def effective_policy(base: AutotunePolicy, selector: object) -> AutotunePolicy:
     return base
 
 
-def in_step(policy: AutotunePolicy) -> AutotunePolicy:
-    """Return a policy under which a config changes only where a caller awaits it, as the ranks of a cluster need.
+def lockstep_policy(policy: AutotunePolicy) -> AutotunePolicy:
+    """Return the policy without timeouts and background tunes, for the ranks of a cluster.
 
-    They make the same calls, but not at the same moments: what a tune in the background finds, or a limit on a wait
-    decides, would reach one rank before a call and another after it.
+    Ranks make the same calls, but not at the same moments. The result of a background tune or of a timeout would reach
+    one rank before a call and another rank after it, and they would run different configs.
     """
-    is_in_step = policy.on_pending == "wait" and policy.wait_s is None and policy.cache_miss_fallback != "background"
-    if is_in_step:
+    is_lockstep = policy.on_pending == "wait" and policy.wait_s is None and policy.cache_miss_fallback != "background"
+    if is_lockstep:
         return policy
     fallback = "autotune" if policy.cache_miss_fallback == "background" else policy.cache_miss_fallback
     return replace(policy, cache_miss_fallback=fallback, on_pending="wait", wait_s=None)
 
 
 def objective_of(policy: AutotunePolicy) -> Objective:
-    """Return what a tune under `policy` minimises, here and now."""
+    """Return the time that a tune under `policy` minimises in the current task."""
     return "forward+backward" if policy.validate_backward and not _forward_only.values() else "forward"
 
 
 def tuning_switched_off() -> bool:
-    """Tell whether the environment forbids tuning: `ASEL_AUTOTUNE=off`."""
+    """Return whether the environment forbids tuning: `ASEL_AUTOTUNE=off`."""
     return os.environ.get("ASEL_AUTOTUNE", "").strip().lower() in ("off", "0", "false", "no")

@@ -1,4 +1,4 @@
-"""A warm start: the store's records of this machine's devices are in memory before the first call."""
+"""A warm start: loads the store's records for this machine's devices into memory before the first call."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger("asel")
 
 
 async def local_devices() -> Mapping[str, Mapping[str, str]]:
-    """Return the software of each kind of device that JAX uses by default here, by fingerprint."""
-    if _ask_jax.cache_info().currsize:
-        return _ask_jax()
-    return await run_in_thread("looking for devices", _ask_jax)
+    """Return the software environment of each kind of device that JAX uses by default here, by fingerprint."""
+    if _find_devices.cache_info().currsize:
+        return _find_devices()
+    return await run_in_thread("looking for devices", _find_devices)
 
 
 @functools.cache
-def _ask_jax() -> dict[str, Mapping[str, str]]:
+def _find_devices() -> dict[str, Mapping[str, str]]:
     import jax
 
     return {device_fingerprint(device): environment(device) for device in jax.local_devices()}
@@ -39,7 +39,7 @@ def _ask_jax() -> dict[str, Mapping[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Listed(Unread):
-    """A record's summary, and where to have it read."""
+    """A record's summary, with the store that reads it."""
 
     summary: RecordSummary
     environment: Mapping[str, str]
@@ -60,22 +60,22 @@ class _Listed(Unread):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it was measured with other software than there is here."""
+        """Whether the record was measured in another software environment."""
         return not self.summary.is_user_put and dict(self.summary.environment) != dict(self.environment)
 
 
 async def preload(cache: ConfigCache[Any], store: ResilientStore[Any]) -> None:
-    """Load what a store lists within its time limit, as far as memory has room.
+    """Load the records that a store lists within its time limit, as far as memory has room.
 
-    Nothing is read yet: each config waits for the first call that knows its kernel's candidates. JAX starts its
-    backends, if it has not before.
+    Configs are not decoded yet: the first call of a kernel brings the candidates that this needs. This starts JAX's
+    backends.
     """
     if not store.can_list:
         return
     try:
         devices = await local_devices()
-    except Exception as error:  # whoever selects a config hears of it, too
-        logger.debug("nothing is preloaded, since JAX has no device: %s", redact(error))
+    except Exception as error:  # selecting a config will raise it too
+        logger.debug("nothing is preloaded, because JAX has no device: %s", redact(error))
         return
 
     def take(batch: list[RecordSummary]) -> bool:

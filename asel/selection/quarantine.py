@@ -1,4 +1,4 @@
-"""Configs that failed in a real call: not tried, and not taken from a store, until their time is over."""
+"""Configs that failed in a real call: for a while, they are neither tuned nor taken from a store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Quarantine(Generic[Cfg]):
         self.clock: Callable[[], float] = time.monotonic
         self._lock = threading.Lock()
         self._barred: BoundedMemo[tuple[_Barred[Cfg], ...]] = BoundedMemo(_MAX_KEYS)
-        # Keys whose config may be tried again, by a tune that has not begun.
+        # Keys whose config may be tried again, until a tune of the key begins.
         self._due: set[CacheKey] = set()
         renew_after_fork(self)
 
@@ -42,12 +42,12 @@ class Quarantine(Generic[Cfg]):
         self._lock = threading.Lock()
 
     def bar(self, key: CacheKey, cfg: Cfg, for_s: float = 300.0) -> bool:
-        """Bar a config for a while; return False if it is barred already.
+        """Bar a config for `for_s` seconds; return False if it is barred already.
 
-        The time is `for_s` seconds at first, and doubles each time the config fails again after it.
+        The time doubles each time the config fails again.
         """
         with self._lock:
-            if self.has(key, cfg):
+            if self.is_barred(key, cfg):
                 return False
             barred = self._barred.get(key) or ()
             before = next((one for one in barred if same_config(one.cfg, cfg)), None)
@@ -56,29 +56,29 @@ class Quarantine(Generic[Cfg]):
             self._barred.put(key, (*others, _Barred(cfg, for_s, self.clock() + for_s)))
             return True
 
-    def has(self, key: CacheKey, cfg: Cfg) -> bool:
+    def is_barred(self, key: CacheKey, cfg: Cfg) -> bool:
         return any(same_config(failed, cfg) for failed in self.configs(key))
 
     def configs(self, key: CacheKey) -> tuple[Cfg, ...]:
-        """Return the configs of a key that are barred at this moment."""
+        """Return the configs of a key that are barred now."""
         barred = self._barred.get(key)
         return () if barred is None else tuple(one.cfg for one in barred if self.clock() < one.until)
 
     def seconds(self, key: CacheKey, cfg: Cfg) -> float:
-        """Return for how long a config was last barred; zero if it never was."""
+        """Return how long a config was last barred for; zero if it never was."""
         return next((one.for_s for one in self._barred.get(key) or () if same_config(one.cfg, cfg)), 0.0)
 
     def mark_due(self, key: CacheKey) -> None:
-        """Note that a key is to be tuned again, now that its config may be tried again."""
+        """Record that a key should be tuned again, since its config is no longer barred."""
         with self._lock:
             self._due.add(key)
 
     def is_due(self, key: CacheKey) -> bool:
-        """Tell whether a key is to be tuned again, and no tune of it has begun."""
+        """Return whether a key should be tuned again, and no tune of it has begun."""
         return key in self._due
 
     def take_due(self, key: CacheKey) -> bool:
-        """Tell whether a key is to be tuned again; the first to ask has to do it."""
+        """Do the same; only the first caller gets True, and has to begin the tune."""
         if key not in self._due:
             return False
         with self._lock:

@@ -1,4 +1,4 @@
-"""The results of a chain: an answer with its provenance, or an account of every tier."""
+"""The results of a selector: a config with the tier it came from, or the answers of every tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TIERS", "Explanation", "Selection", "Tier", "TierAnswer"]
 
 Tier = Literal["override", "overlay", "memory", "persistent", "autotune", "heuristics"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-"""In the order in which they are asked."""
+"""The tiers, in the order in which they are asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Selection(Generic[Cfg]):
 
 @dataclass(frozen=True, slots=True)
 class TierAnswer(Generic[Cfg]):
-    """What one tier would say, and whether that is an answer.
+    """One tier's answer, or its reason for having none.
 
-    The autotune tier may be the one to answer without a config yet.
+    The autotune tier may answer without a config: the tune has yet to find it.
     """
 
     tier: Tier
@@ -50,7 +50,7 @@ class TierAnswer(Generic[Cfg]):
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Generic[Cfg]):
-    """What every tier would say to a call."""
+    """What every tier would answer to a call."""
 
     key: CacheKey
     checksum: str

@@ -32,7 +32,7 @@ from asel.selection.options import (
     checked_seconds,
     checked_sinks,
 )
-from asel.selection.policy import AutotunePolicy, effective_policy, in_step
+from asel.selection.policy import AutotunePolicy, effective_policy, lockstep_policy
 from asel.selection.results import Explanation, Selection, Tier
 from asel.selection.selector_state import SelectorState
 from asel.selection.store_access import StoreAccess
@@ -50,14 +50,14 @@ __all__ = ["ConfigSelectorChain"]
 
 
 class ConfigSelectorChain(Generic[Cfg, Out]):
-    """Answers which config a call should run with.
+    """Chooses the config that a call should run with.
 
     Use it as an async context manager: its task group then owns every tune, and tunes outlive the
-    callers who began them. Without `async with` a tune runs inside its first caller.
+    callers that began them. Without `async with`, a tune runs inside its first caller.
 
     Leaving the context cancels tunes in flight. A thread that is compiling or measuring gets
-    `close_grace_s` seconds to finish its step; what is left is named in the `closed` event. Telemetry
-    that is still queued then gets as long, and so do sinks that are called from threads.
+    `close_grace_s` seconds to finish its step; the `closed` event names the steps that did not. Then queued
+    telemetry, and sinks that are called from threads, get `close_grace_s` seconds as well.
     """
 
     def __init__(
@@ -93,34 +93,34 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._calls = 0
         limits = BackgroundLimits(max_background_tunes, background_duty_cycle, background_idle_s)
         timeout_s = checked_seconds("store_timeout_s", store_timeout_s)
-        place = as_config_store(persistent)
-        self.changes_together = place is not None and place.changes_together
+        store = as_config_store(persistent)
+        self.changes_together = store is not None and store.changes_together
         if self.changes_together and not persist_autotune:
             raise InvalidRequestError("persist_autotune=False: over jax://, ranks agree on a config by storing it")
         self.policy = AutotunePolicy() if policy is None else policy
         self._store: StoreAccess[Cfg] | None = None
-        if place is not None:
+        if store is not None:
             self._store = StoreAccess(
-                place, self.cache, self._events, timeout_s=timeout_s, keeps_tunes=persist_autotune
+                store, self.cache, self._events, timeout_s=timeout_s, keeps_tunes=persist_autotune
             )
-        if limits.idle_s is not None:  # counting costs a hit 3%, so only those pay who asked for it
+        if limits.idle_s is not None:  # only then are calls counted, since counting makes a hit 3% slower
             self.answer_from_memory = self._count_and_answer  # type: ignore[method-assign]
         pace = BackgroundPace(limits, lambda: self._calls)
         self._tunes: Tunes[Cfg] = Tunes(self._state, self.cache, as_tuner(self.tuner), self._store, self._events, pace)
-        self._tunes.only_awaited = self.changes_together
+        self._tunes.in_lockstep = self.changes_together
         self._tiers: TierWalk[Cfg] = TierWalk(self._events, self._keys, self.cache, self._store, self._tunes)
         self._lifetime = Lifetime(self._state, self._events, self._store, self._tunes)
 
     @property
     def policy(self) -> AutotunePolicy:
-        """The policy in force in the current task."""
+        """The policy of the current task, with its overrides."""
         policy = effective_policy(self._policy, self)
-        return in_step(policy) if self.changes_together else policy
+        return lockstep_policy(policy) if self.changes_together else policy
 
     @policy.setter
     def policy(self, policy: AutotunePolicy) -> None:
         checked = checked_policy(policy)
-        self._policy = in_step(checked) if self.changes_together else checked
+        self._policy = lockstep_policy(checked) if self.changes_together else checked
 
     @property
     def forbid_reautotune(self) -> bool:
@@ -133,7 +133,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     @property
     def close_grace_s(self) -> float:
-        """How long a step, a save or a sink has to end once the chain closes."""
+        """How many seconds a step, a save or a sink may take to end once the chain closes."""
         return self._state.close_grace_s
 
     @close_grace_s.setter
@@ -141,17 +141,17 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._state.close_grace_s = checked_seconds("close_grace_s", seconds)
 
     # ---------------------------------------------------------------------------------------
-    # Asking.
+    # Choosing.
 
     async def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Return the config `inv` should run with.
 
-        Callers with equal keys share one tune. Cancelling a caller ends its wait; the tune goes on
+        Callers with equal keys share one tune. Cancelling a caller ends its wait; the tune continues
         for the others and for the store.
 
         Raises:
             NoConfigError: every tier declined.
-            TuningError: a tune was waited for, failed, and heuristics are not allowed.
+            TuningError: the tune failed, and heuristics are not allowed.
             InvalidRequestError: `inv` is not an invocation, or not one of `kernel`.
             UnstableKeyError: an argument has no stable identity.
             SelectorClosedError: the chain closed before there was an answer.
@@ -167,17 +167,17 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return (await self._walk(self._call(inv, kernel, resolved))).cfg
 
     async def select(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Selection[Cfg]:
-        """Return the config with the tier it came from and why the earlier ones declined.
+        """Return the config, the tier that it came from, and why the earlier tiers declined.
 
         Raises what `choose` raises.
         """
         return await self.answer(self._call(inv, kernel))
 
     def call_elsewhere(self, inv: Any, kernel: Any, settings: Settings | None = None) -> Call:
-        """Return a call for `answer` in another thread: with JAX's settings of this one, and shapes for tracers.
+        """Return a call that may be passed to `answer` in another thread, with shapes in the place of tracers.
 
-        It may also take an invocation's place in `explain`, `retune` and `withdraw`. With `settings`, it is as if it
-        were made under those.
+        It carries this thread's JAX settings, or else `settings`. `explain`, `retune` and `withdraw` accept it in the
+        place of an invocation.
         """
         if settings is not None and settings != current_settings():
             return with_settings(settings, partial(self.call_elsewhere, inv, kernel))
@@ -188,20 +188,20 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return call
 
     async def answer(self, call: Call) -> Selection[Cfg]:
-        """Return what `select` returns, for a call made before, maybe by another thread."""
+        """Do the same as `select`, for a call made by `call_elsewhere`."""
         selection = await self._walk(call)
         return selection if selection.checksum else replace(selection, checksum=call.checksum)
 
     async def _walk(self, call: Call) -> Selection[Cfg]:
-        if self._lifetime.use_loop():  # not open, so each caller may bring another loop
+        if self._lifetime.use_loop():  # the selector is not open, so each caller may have its own loop
             call.start = self._events.now()
         return await self._tiers.walk(call)
 
     def choose_nowait(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
-        """Return the config `inv` should run with, from what is known at this moment.
+        """Return the config `inv` should run with, without waiting.
 
         Never awaits and never measures, so it is safe while JAX traces and from any thread. In an
-        open chain a key without an answer is tuned in the background, if the policy allows it.
+        open chain, a key without an answer is tuned in the background, if the policy allows it.
 
         Raises:
             NoConfigError: neither override, overlay, memory nor heuristics had an answer.
@@ -219,8 +219,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def answer_from_memory(self, resolved: Resolved[Cfg], start: float | None = None) -> Cfg | None:
         """Return the memory tier's last answer to a call without an override, if it is current.
 
-        A walk would end with the same: no scope is open that could answer before memory or change the checksum, and
-        neither the cache nor the policy has changed since.
+        A walk would give the same answer: no overlay or policy override is active, and neither the cache nor the
+        policy has changed since.
         """
         last: MemoryAnswer[Cfg] | None = resolved.memory_answer
         if last is None or not last.is_current(self._policy) or open_scopes() or self._state.closed:
@@ -236,7 +236,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return type(self).answer_from_memory(self, resolved, start)
 
     def _call(self, inv: Any, kernel: Any, resolved: Resolved[Any] | None = None) -> Call:
-        if isinstance(inv, Call):  # of `call_elsewhere`
+        if isinstance(inv, Call):  # made by `call_elsewhere`
             return inv
         resolved = resolved or self._keys.resolve(inv, kernel)
         check_request(inv, kernel)
@@ -245,23 +245,23 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return Call(inv, kernel, resolved, self.policy, self._events.now())
 
     # ---------------------------------------------------------------------------------------
-    # What else can be asked.
+    # Other requests.
 
     async def explain(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Explanation[Cfg]:
-        """Tell what every tier would say to this call, changing nothing and emitting nothing.
+        """Return what every tier would answer to this call, changing nothing and emitting nothing.
 
         Raises:
-            InvalidRequestError: the chain is open in another event loop; and what else is wrong with a request.
+            InvalidRequestError: the chain is open in another event loop, or the request is invalid.
         """
         self._lifetime.check_loop()
         return await self._tiers.explain(self._call(inv, kernel))
 
     async def retune(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
-        """Measure again, on purpose, and replace what is known; until then the old config answers.
+        """Measure again, replace the config, and return the new one; until then the old config answers.
 
         Raises:
             NoConfigError: tuning is not allowed here.
-            TuningError: nothing could be measured; what was known still is.
+            TuningError: nothing could be measured; the old config stays in force.
         """
         call = self._call(inv, kernel)
         self._lifetime.use_loop()
@@ -278,16 +278,16 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         instead: Cfg | None = None,
         evidence: str = "reported by a caller of withdraw",
     ) -> bool:
-        """Report that a chosen config failed in a real call; False if the chain does not answer with it (any more).
+        """Withdraw a config that failed in a real call; return False if the chain does not answer with it (any more).
 
-        `instead` answers from here on, by default the next best of its tune; if nothing else was measured, the key
-        is as new, and `cfg` no candidate. Only for a config at fault: see first that another runs with the
-        same arguments and that it fails again, as an `Executor` does; `evidence` says so in `winner_failed`.
+        `instead` takes its place, by default the next best of its tune. If nothing else was measured, the key is tuned
+        again without `cfg`. Withdraw only a config at fault: make sure first that another one runs with the same
+        arguments and that this one fails again, as an `Executor` does. `evidence` is part of the `winner_failed` event.
 
-        It is not for ever. After the policy's `retry_after_s`, and twice as long each time it fails again, the config
-        is a candidate again, and an open chain tunes the key anew in the background when it is next asked for it.
+        After the policy's `retry_after_s`, and twice as long each time it fails again, the config is a candidate again:
+        the next call of the key has an open chain tune it in the background.
         """
-        if self.changes_together:  # the other ranks go on with it
+        if self.changes_together:  # the other ranks keep the config
             return False
         self._lifetime.use_loop()
         call = self._call_that_was_answered(inv, kernel)
@@ -295,7 +295,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return await self._tunes.withdrawal.withdraw(fault, self._lifetime.tasks)
 
     async def find_report(self, inv: Any, kernel: Any, cfg: Cfg) -> TuneReport[Cfg] | None:
-        """Return what a tune measured when it chose `cfg`; for a preloaded config, the store is read."""
+        """Return the report of the tune that chose `cfg`, from memory or else from the store; None if there is none."""
         self._lifetime.use_loop()
         call = self._call_that_was_answered(inv, kernel)
         for report in self.cache.reports(call.key):
@@ -311,11 +311,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return Call(inv, kernel, resolved, self.policy, self._events.now())
 
     def resolve(self, inv: Any, kernel: Any) -> Resolved[Cfg]:
-        """Return what follows from a kernel and a call's signature alone."""
+        """Return the key and everything else that depends on a kernel and a call's signature alone."""
         return self._keys.resolve(inv, kernel)
 
     def check_loop(self) -> None:
-        """Refuse to be awaited here.
+        """Check that the chain may be awaited here.
 
         Raises:
             InvalidRequestError: the chain is open in another event loop.
@@ -323,16 +323,16 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._lifetime.check_loop()
 
     def keep_programs(self) -> Programs:
-        """Return where the chain's tunes put the programs of their winners, from here on."""
+        """Have tunes keep the compiled programs of their winners, and return the collection."""
         return self._tunes.requests.keep_programs()
 
     def statistics(self) -> Statistics:
-        """Return what this chain is doing at the moment; may be called from any thread."""
+        """Return the numbers of tunes, waiters and queued keys at the moment; may be called from any thread."""
         tunes = ((tune.request.key.op_id, tune.waiters) for tune in self._tunes.shared.in_flight)
         return Statistics.of(tunes, self._tunes.background_queue.size)
 
     async def settled(self) -> None:
-        """Return once every tune this chain has in flight or in its queue has ended.
+        """Return once every tune in flight or in the queue has ended.
 
         Raises:
             InvalidRequestError: the chain is open in another event loop.
@@ -341,11 +341,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         await self._tunes.settled()
 
     def freeze(self) -> None:
-        """Begin no tune from here on; a call that would have begun one emits `late_tune`."""
+        """Begin no more tunes; a call that would have begun one emits `late_tune`."""
         self._state.frozen = True
 
     def events(self, buffer: int = 4096) -> AbstractAsyncContextManager[EventStream]:
-        """Give the events as they happen, to one reader, until the chain closes or the block ends.
+        """Yield a stream of the events, for one reader, until the chain closes or the block ends.
 
         Raises:
             InvalidRequestError: the chain is open in another event loop.
@@ -353,7 +353,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return self._lifetime.stream(buffer)
 
     # ---------------------------------------------------------------------------------------
-    # From open to closed.
+    # Opening and closing.
 
     async def __aenter__(self) -> Self:
         await self.aopen()
@@ -365,27 +365,27 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         await self._lifetime.close(hurried=is_second_interrupt(error))
 
     async def aopen(self) -> None:
-        """Open the chain, as the beginning of its `async with` block does, until `aclose`; any task may.
+        """Open the chain until `aclose`, as its `async with` block does; any task may call this.
 
         Raises:
             InvalidRequestError: it is open already.
         """
         helpers = [helper for helper in (self.tuner, self.persistent) if hasattr(helper, "__aenter__")]
         raise_interrupts_at_awaits(self.__aexit__, self.aclose)
-        # The ranks of a cluster do not open at one moment, so each would load something else.
+        # The ranks of a cluster open at different moments, so they might load different records.
         await self._lifetime.open(helpers, preload=self.preload and not self.changes_together)
 
     async def aclose(self) -> None:
-        """Close the chain, as the end of its `async with` block does; any task of its loop may.
+        """Close the chain, as the end of its `async with` block does; any task of its loop may call this.
 
-        A chain that is closed already stays so. While another task is closing it, this waits for that.
+        Closing a closed chain does nothing. While another task is closing it, this waits for that task.
 
         Raises:
-            InvalidRequestError: the chain is open in another event loop, or one of its own tunes asks.
+            InvalidRequestError: the chain is open in another event loop, or the caller is one of its own tunes.
         """
         self._lifetime.check_loop()
         if inside_a_tune() in {tune.id for tune in self._tunes.shared.in_flight}:
             raise InvalidRequestError(
-                "aclose: asked by a tune of this chain, for which closing waits; use another task"
+                "aclose: called inside a tune of this chain, for which closing waits; call it in another task"
             )
         await self._lifetime.close()

@@ -1,4 +1,4 @@
-"""The state of a selector that its owner sets: frozen, closed, its grace on closing."""
+"""The state of a selector: whether it is frozen or closed, and the settings that its owner may change."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["SelectorState"]
 
 @dataclass(slots=True)
 class SelectorState:
-    """Settings that may change while a selector is in use. Shared by its parts, written by the selector alone."""
+    """Shared by the parts of a selector, and written only by the selector and its `Lifetime`."""
 
     forbid_reautotune: bool
     close_grace_s: float
     closed: bool = False
     frozen: bool = False
     hurried: bool = False
-    """The program was interrupted again while it was closing: no thread is waited for."""
+    """The program was interrupted while closing: no thread is waited for."""
 
     def grace_s(self) -> float:
-        """Return how long a cancelled step is given to come back from its thread, and a result to be stored."""
+        """Return how long closing waits for the thread of a cancelled step, and for a result to be stored."""
         return self.close_grace_s if self.closed and not self.hurried else 0.0
 
     def refuse_if_closed(self, key: CacheKey) -> None:

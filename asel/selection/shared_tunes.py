@@ -1,9 +1,8 @@
-"""The tunes of one selector: which task carries each, and how it ends.
+"""The tunes of one selector: which task runs each of them, and how it ends.
 
-An open selector's task group owns its tunes and callers only wait. Without one, a tune runs inside
-its first caller, and the next waiter carries on if that caller is cancelled. Either way the
-entry in the cache is the tune, and it is replaced before the waiters are woken: the next caller
-finds one or the other.
+The task group of an open selector owns its tunes, and callers only wait. Without a task group, a tune runs inside
+its first caller; if that caller is cancelled, the next waiter continues it. In both cases the entry in the cache is
+the tune. It is replaced by the answer before the waiters are woken, so a new caller finds one or the other.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ _TUNE_AGAIN = (
     "Run the kernel with one of its candidates to see the whole error; after a fix, "
     "`await selector.retune(inv, kernel)` tunes it at once."
 )
-# How much longer than its budget a tune may take in another process before this one begins its own.
+# Seconds. How much longer than its budget a tune in another process may take before this process begins its own.
 CLAIM_GRACE_S = 5.0
 
 
 class TunedElsewhere(TuningError):
-    """Another process is tuning the key, and the callers here do not want to wait for it."""
+    """Another process is tuning the key, and no caller here waits for it."""
 
 
 class Tune(Shared[Done[Cfg]]):
-    """One tune in flight."""
+    """A tune in flight."""
 
     def __init__(
         self,
@@ -75,18 +74,18 @@ class Tune(Shared[Done[Cfg]]):
         self.started = started
         self.has_started = False
         self.owner = owner
-        # Whether a task group carries it, and its callers only wait.
+        # Whether a task group runs it, so that its callers only wait.
         self.in_task_group = owner.is_open
         self.on_purpose = on_purpose
         # Whether no caller has waited for it yet.
         self.background = background
-        # True iff another process is known to be tuning the key, and this one has not begun to.
+        # True iff another process is tuning the key, and this one has not begun to.
         self.elsewhere = False
         self.saving: anyio.CancelScope | None = None
 
 
 class SharedTunes(Generic[Cfg]):
-    """Begins, carries and ends tunes."""
+    """Begins, runs and ends tunes."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class SharedTunes(Generic[Cfg]):
         self._carried: set[Tune[Cfg]] = set()
         self._left_behind: list[AbandonedThread] = []
 
-    # Who carries.
+    # Beginning and waiting.
 
     def open(self, tasks: TaskGroup) -> None:
         raise_interrupts_at_awaits(self._run)
@@ -122,7 +121,7 @@ class SharedTunes(Generic[Cfg]):
         return self._tasks is not None
 
     def pending(self, call: Call) -> Tune[Cfg] | None:
-        """Return the tune in flight for a call's key, whichever selector over this cache began it."""
+        """Return the tune in flight for a call's key, even if another selector over this cache began it."""
         tune: Tune[Cfg] | None = self._cache.tune_of(call.key, call.checksum)  # type: ignore[assignment]
         if tune is not None and tune.is_orphaned:
             self._forget(tune)
@@ -130,7 +129,7 @@ class SharedTunes(Generic[Cfg]):
         return tune
 
     def begin(self, call: Call, request: TuneRequest[Cfg], *, background: bool, on_purpose: bool) -> Tune[Cfg]:
-        """Begin the tune of a key that has none in flight. If another thread was quicker, the tune is its."""
+        """Begin the tune of a key that has none in flight, or return the one that another thread began meanwhile."""
         tune: Tune[Cfg] = Tune(
             request,
             call.query(),
@@ -140,24 +139,24 @@ class SharedTunes(Generic[Cfg]):
             on_purpose=on_purpose,
             background=background,
         )
-        in_table = self._cache.begin(call.key, call.checksum, tune)
-        if in_table is not tune:
-            return in_table  # type: ignore[return-value]
+        in_flight = self._cache.begin(call.key, call.checksum, tune)
+        if in_flight is not tune:
+            return in_flight  # type: ignore[return-value]
         self._running[tune] = None
         if self._tasks is not None:
             self._tasks.start_soon(self._run, tune, name=f"asel tune of {call.key.op_id}")
         if background:
             tune.state.pace = partial(self._pace.rest, tune)
-        if self.store is None and not self._pace.may_hold(tune):
+        if self.store is None and not self._pace.may_delay(tune):
             emit_start(self._events, tune)
         return tune
 
     async def wait(self, tune: Tune[Cfg], leave: Callable[[], bool] = lambda: False) -> Done[Cfg] | None:
-        """Return what a tune found; None if `leave` says that the caller need not wait.
+        """Return the result of a tune; None as soon as `leave` returns True.
 
         Raises:
             TuningError: nothing could be measured.
-            SelectorClosedError: its selector was closed.
+            SelectorClosedError: the selector that owns the tune was closed.
         """
         if tune.background:
             tune.background = False
@@ -179,7 +178,7 @@ class SharedTunes(Generic[Cfg]):
     def is_idle(self) -> bool:
         return not any(tune.in_task_group for tune in self._running)
 
-    # How it goes.
+    # Running.
 
     async def _run(self, tune: Tune[Cfg]) -> None:
         before = tune_context.get()
@@ -188,26 +187,26 @@ class SharedTunes(Generic[Cfg]):
             self._carried.add(tune)
         try:
             with without_overlays():
-                async with self._pace.place(tune):
-                    done = await (self._find(tune) if self.store is None else self._find_for_all(tune, self.store))
+                async with self._pace.slot(tune):
+                    done = await (self._measure(tune) if self.store is None else self._find(tune, self.store))
         except TunedElsewhere as error:
             self._break_off(tune, "TunedElsewhere", str(error))
             tune.fail(error)
         except BaseException as error:
             if not is_failure(error):
-                if tune.in_task_group:  # no caller will carry on
+                if tune.in_task_group:  # no caller will continue it
                     self._close(tune)
                 raise
             self._fail(tune, error)
         else:
             self._succeed(tune, done)
         finally:
-            tune_context.set(before)  # not by token: a loop that died leaves its tasks to be closed in another context
+            tune_context.set(before)  # not by token: after a loop died, its tasks are closed in another context
             self._carried.discard(tune)
             self._left_behind = [thread for thread in (*self._left_behind, *tune.state.left_behind) if thread.alive]
 
-    async def _find(self, tune: Tune[Cfg]) -> Done[Cfg]:
-        if not tune.has_started and self._pace.may_hold(tune):
+    async def _measure(self, tune: Tune[Cfg]) -> Done[Cfg]:
+        if not tune.has_started and self._pace.may_delay(tune):
             tune.started = self._events.now()
         emit_start(self._events, tune)
         if not tune.on_purpose:
@@ -215,26 +214,26 @@ class SharedTunes(Generic[Cfg]):
         report = await self._tuner.tune(tune.state)
         return Done(report.winner, Match(), Provenance("autotune", report))
 
-    async def _find_for_all(self, tune: Tune[Cfg], store: ResilientStore[Cfg]) -> Done[Cfg]:
-        """Tune on behalf of every process that shares the store, or take what another of them found."""
+    async def _find(self, tune: Tune[Cfg], store: ResilientStore[Cfg]) -> Done[Cfg]:
+        """Return the result of another process that shares the store, or else measure and store one."""
         policy, query = tune.policy, tune.query
         wait_s = policy.tune_budget_s + CLAIM_GRACE_S if policy.wait_s is None else policy.wait_s
-        leaves = policy.on_pending == "heuristics" and not tune.in_task_group
+        may_leave = policy.on_pending == "heuristics" and not tune.in_task_group
         note = partial(self._note_elsewhere, tune)
-        async with store.claim(query, 0.0 if leaves else wait_s, note, anew=tune.on_purpose) as claim:
+        async with store.claim(query, 0.0 if may_leave else wait_s, note, anew=tune.on_purpose) as claim:
             if claim.failure:
                 raise TuningError(f"the tune failed in another process: {claim.failure}", key=query.key)
             stored = store.found_by(claim, query) if claim.is_agreed or not tune.on_purpose else None
             if stored is not None:
                 return Done(stored.cfg, Match(), Provenance("persistent", stored.report))
             if not tune.on_purpose:
-                if leaves and tune.elsewhere:
+                if may_leave and tune.elsewhere:
                     raise TunedElsewhere(f"another process is tuning {query.key.op_id!r}", key=query.key)
                 tune.state.add_reports(await store.reports(query))
                 if self.learns:
                     tune.state.add_lessons(await store.earlier_tunes(query, MAX_LESSONS))
             tune.elsewhere = False
-            done = await self._find(tune)
+            done = await self._measure(tune)
             return await self._keep(tune, store, done, claim)
 
     def _note_elsewhere(self, tune: Tune[Cfg]) -> None:
@@ -242,20 +241,22 @@ class SharedTunes(Generic[Cfg]):
         tune.wake()
 
     async def _keep(self, tune: Tune[Cfg], store: ResilientStore[Cfg], done: Done[Cfg], claim: Claim) -> Done[Cfg]:
-        """Store what was found; if another writer was first, adopt its result."""
+        """Store the result; if another writer was first, adopt its result."""
         report = done.provenance.report
         assert report is not None
         tune.saving = anyio.CancelScope()
         stored = await store.keep(report, replace=tune.on_purpose, claim=claim, scope=tune.saving)
         if stored is None and store.changes_together:
-            raise TuningError(f"the ranks could not agree on what a tune of {report.key.op_id!r} found", key=report.key)
+            raise TuningError(
+                f"the ranks could not agree on the result of a tune of {report.key.op_id!r}", key=report.key
+            )
         if stored is not None:
             await store.catch_up()
         if stored is None or not stored.adopted:
             return done
         return Done(stored.cfg, Match(), Provenance("autotune", report))
 
-    # How it ends: each of these is one step, with no await in it.
+    # Ending. None of these functions awaits, so each is one step for other tasks.
 
     def _succeed(self, tune: Tune[Cfg], done: Done[Cfg]) -> None:
         if tune.ended:  # the selector was closed while the result was being stored
@@ -275,7 +276,7 @@ class SharedTunes(Generic[Cfg]):
         request = tune.request
         if not isinstance(error, TuningError):
             wrapped = TuningError(
-                f"tuning {request.key.op_id!r} broke off: {type(error).__name__}: {redact(error)}",
+                f"tuning {request.key.op_id!r} failed: {type(error).__name__}: {redact(error)}",
                 key=request.key,
                 outcomes=tuple(tune.state.outcomes.values()),
             )
@@ -287,8 +288,8 @@ class SharedTunes(Generic[Cfg]):
         emit_failed(self._events, tune, error_type_of(error), str(error), retry_at)
         tune.fail(error)
         if tune.policy.allow_heuristics and not tune.on_purpose:  # else the error is raised
-            again = f"its calls get the heuristic, and it is tuned again after {tune.policy.retry_after_s:g} s"
-            self._untuned.warn(request.key, f"{redact(error).rstrip('.')}; {again}", _TUNE_AGAIN)
+            outlook = f"its calls get the heuristic, and it is tuned again after {tune.policy.retry_after_s:g} s"
+            self._untuned.warn(request.key, f"{redact(error).rstrip('.')}; {outlook}", _TUNE_AGAIN)
 
     def _close(self, tune: Tune[Cfg]) -> None:
         if not tune.ended:
@@ -300,29 +301,29 @@ class SharedTunes(Generic[Cfg]):
         self._break_off(tune, "Cancelled", "the last caller to wait for it was cancelled")
 
     def _break_off(self, tune: Tune[Cfg], error_type: str, message: str) -> None:
-        """End a tune that did not fail: nothing keeps the next caller from beginning it again."""
+        """End a tune without counting it as failed, so that the next caller may begin it again."""
         self._end(tune, None)
         emit_failed(self._events, tune, error_type, message)
 
     def _end(self, tune: Tune[Cfg], done: Done[Cfg] | None) -> None:
         request = tune.request
         self._cache.finish(request.key, request.checksum, tune, done, replace_put=tune.on_purpose)
-        tune.owner._running.pop(tune, None)  # which another selector over the same cache may have carried on
+        tune.owner._running.pop(tune, None)  # another selector over the same cache may own it
 
     def _forget(self, tune: Tune[Cfg]) -> None:
-        """Drop a tune whose loop has ended: it has no waiter left that could be woken."""
+        """Drop a tune whose loop has ended: none of its waiters can be woken."""
         tune.ended = True
         self._end(tune, None)
 
     def forget_all(self) -> None:
-        """Drop every tune, as after the end of their loop."""
+        """Drop every tune, because their loop has ended."""
         self._tasks = None
         self._carried.clear()
         for tune in list(self._running):
             self._forget(tune)
 
     def close(self, grace_s: float) -> int:
-        """Wake every waiter with SelectorClosedError; return how many tunes that cut short."""
+        """End every tune and wake its waiters with SelectorClosedError; return the number of tunes."""
         self._tasks = None
         running = list(self._running)
         for tune in running:
@@ -332,11 +333,11 @@ class SharedTunes(Generic[Cfg]):
         return len(running)
 
     def stop_saving(self) -> None:
-        """Stop waiting for the store to take results: the program was interrupted again."""
+        """Stop waiting for the store to save results, because the program was interrupted again."""
         for tune in self._carried:
             if tune.saving is not None:
                 tune.saving.cancel()
 
     def still_busy(self) -> tuple[str, ...]:
-        """Name the steps whose threads have not come back."""
+        """Return the names of the steps whose threads are still running."""
         return tuple(dict.fromkeys(thread.what for thread in self._left_behind if thread.alive))

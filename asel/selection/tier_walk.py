@@ -54,13 +54,13 @@ class TierWalk(Generic[Cfg]):
         )
 
     async def walk(self, call: Call) -> Selection[Cfg]:
-        """Return the first answer, waiting for the store and a tune if the call may.
+        """Return the first answer; wait for the store and for a tune if the policy allows it.
 
         Raises:
             NoConfigError: every tier declined.
         """
         with self._asking(call):
-            self._tunes.try_again_if_due(call)
+            self._tunes.retune_if_due(call)
             for tier in self._tiers:
                 answer = await tier.answer(call) if tier.waits else tier.answer_nowait(call)
                 if answer is not None:
@@ -68,23 +68,23 @@ class TierWalk(Generic[Cfg]):
             raise self._no_config(call)
 
     def walk_nowait(self, call: Call) -> Selection[Cfg]:
-        """Return the first answer that is there; what would have to be waited for is left to the loop.
+        """Return the first answer that needs no wait; the event loop reads the store and tunes.
 
         Raises:
             NoConfigError: every tier declined.
         """
-        self._tunes.try_again_later_if_due(call)
+        self._tunes.queue_retune_if_due(call)
         for tier in self._tiers:
             if (answer := tier.answer_nowait(call)) is not None:
                 return answer
         raise self._no_config(call)
 
     async def explain(self, call: Call) -> Explanation[Cfg]:
-        """Return what all tiers would say; nothing is changed, and no event is emitted."""
+        """Return what every tier would answer, changing nothing and emitting nothing."""
         return Explanation(call.key, call.checksum, tuple([await tier.peek(call) for tier in self._tiers]))
 
     async def retune(self, call: Call) -> Cfg:
-        """Return what a tune that was asked for on purpose finds, past all tiers.
+        """Tune without asking the tiers, and return the winner.
 
         Raises:
             NoConfigError: tuning is not allowed here.
@@ -107,13 +107,13 @@ class TierWalk(Generic[Cfg]):
 
     @contextmanager
     def _asking(self, call: Call) -> Iterator[None]:
-        """Let telemetry know whose call it is, and emit an event if it ends without an answer."""
+        """Mark the block as part of this call for telemetry, and emit an event if the call ends without an answer."""
         before = asking.get()
         asking.set(call.asked())
         try:
             yield
         except NoConfigError:
-            raise  # which has its event
+            raise  # `_no_config` has emitted its event
         except TuningError:
             emit(self._events, NoAnswer, call, reason="tune_failed")
             raise
@@ -121,7 +121,7 @@ class TierWalk(Generic[Cfg]):
             emit(self._events, CallerLeft, call, reason=_why_left(error))
             raise
         finally:
-            asking.set(before)  # not by token: a coroutine that nobody awaits ends in another context
+            asking.set(before)  # not by token: a coroutine that is never awaited ends in another context
 
 
 def _why_left(error: BaseException) -> str:

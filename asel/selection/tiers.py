@@ -1,4 +1,4 @@
-"""The six tiers that may answer a call: each one's answer, its event, and its reason to decline."""
+"""The six tiers that may answer a call, with their events and their reasons to decline."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ _NO_STORE = "there is no store"
 
 
 class SelectionTier(Generic[Cfg]):
-    """One tier. `look` returns its config and changes nothing; `answer` also emits the event, or notes the decline."""
+    """One tier. `look` changes nothing; `answer` also emits the event, or records the reason for declining."""
 
     name: ClassVar[Tier]
     event: ClassVar[type[Event]]
     says: ClassVar[str]
     waits: ClassVar[bool] = False
-    """Whether `answer` may wait for something; else it is `answer_nowait`."""
+    """Whether `answer` may wait; if not, it is the same as `answer_nowait`."""
 
     def __init__(self, events: Dispatcher) -> None:
         self._events = events
 
     def look(self, call: Call) -> tuple[Cfg | None, str]:
-        """Return the tier's config, or None and why it has none."""
+        """Return the tier's config, or None and the reason."""
         raise NotImplementedError
 
     async def peek(self, call: Call) -> TierAnswer[Cfg]:
-        """Return what the tier would say, changing nothing."""
+        """Return what the tier would answer, changing nothing."""
         return self._explained(*self.look(call))
 
     def _explained(self, cfg: Cfg | None, why_not: str) -> TierAnswer[Cfg]:
         return TierAnswer(self.name, cfg, why_not if cfg is None else self.says, cfg is not None)
 
     async def answer(self, call: Call) -> Selection[Cfg] | None:
-        """Return the answer, or note why there is none."""
+        """Return the answer, or record the reason for declining."""
         return self.answer_nowait(call)
 
     def answer_nowait(self, call: Call) -> Selection[Cfg] | None:
-        """Return the answer if it is there at this moment."""
+        """Do the same without waiting."""
         return self._give(call, *self.look(call))
 
     def _give(
@@ -100,7 +100,7 @@ class OverlayTier(SelectionTier[Cfg]):
 class MemoryTier(SelectionTier[Cfg]):
     name = "memory"
     event = CacheHit
-    says = "known"
+    says = "in memory"
 
     def __init__(self, events: Dispatcher, cache: ConfigCache[Cfg]) -> None:
         super().__init__(events)
@@ -113,16 +113,16 @@ class MemoryTier(SelectionTier[Cfg]):
     def _usable(self, call: Call, found: Lookup[Cfg]) -> tuple[Cfg | None, str]:
         if isinstance(found, Hit):
             is_refused = found.provenance.foreign and call.policy.match_environment == "exact"
-            return None if is_refused else found.cfg, "memory has what was measured with other software"
+            return None if is_refused else found.cfg, "memory has a config measured with other software"
         if isinstance(found, Pending):
             return None, "a tune is pending"
         if isinstance(found, Miss) and found.stale:
-            return None, "memory has it for other candidates"
+            return None, "memory has a config for other candidates"
         return None, "memory missed"
 
     def answer_nowait(self, call: Call) -> Selection[Cfg] | None:
         self._advice.emit_churn(call)
-        generation = self._cache.generation  # read first: if it moves, the answer below is not current
+        generation = self._cache.generation  # before the look-up: if it changes meanwhile, the answer is not current
         found = self._lookup(call)
         cfg, why_not = self._usable(call, found)
         if isinstance(found, Hit) and cfg is not None:
@@ -136,7 +136,7 @@ class MemoryTier(SelectionTier[Cfg]):
         return self._decline(call, why_not)
 
     def _lookup(self, call: Call) -> Lookup[Cfg]:
-        # A key that memory does not hold needs no checksum: never-seen shapes may do without candidates.
+        # Without an entry no checksum is needed, so the kernel need not list its candidates.
         if not self._cache.holds(call.key):
             return _MISS
         return self._cache.lookup(call.key, call.checksum, call.listing.candidates)
@@ -168,9 +168,9 @@ class StoreTier(SelectionTier[Cfg]):
         if self._store is None:
             return self._decline(call, _NO_STORE)
         if isinstance(self._cache.peek(call.key, call.checksum), Pending):
-            return self._decline(call, "store missed, or a tune would not be pending")
+            return self._decline(call, "not read, since a tune is pending")
         try:
-            with patience(call, self._events):
+            with within_wait_s(call, self._events):
                 stored = await self._store.load(call.query())
                 report = None if stored is None else stored.report
                 return self._give(call, *_usable(stored), report, level="persistent")
@@ -213,11 +213,11 @@ class AutotuneTier(SelectionTier[Cfg]):
         self._cache = cache
         self._keys = keys
         self._tunes = tunes
-        # Asked once more if a store was awaited since: a tune may have ended meanwhile.
+        # With a store, memory is asked again: a tune may have ended while the store was read.
         self._memory = memory
 
     async def peek(self, call: Call) -> TierAnswer[Cfg]:
-        """Return what the tier would do: it may be the one to answer without a config yet."""
+        """Return what the tier would do; if it would tune, the answer has no config."""
         if (why := self._tunes.rules.why_not(call)) is not None:
             return TierAnswer(self.name, None, why, answers=False)
         background = call.policy.cache_miss_fallback == "background"
@@ -237,13 +237,13 @@ class AutotuneTier(SelectionTier[Cfg]):
                 return answer
             self._tunes.refuse_if_closed(call)
         if call.resolved.traced or inside_a_tune():
-            # Nothing is measured with tracers; and a tune that waits for a tune may wait for itself.
+            # Tracers cannot be measured, and a tune that waits for a tune may wait for itself.
             return self.answer_nowait(call)
         if (why := self._tunes.rules.why_not(call)) is not None:
             return self._decline(call, self._tunes.rules.flag(call, why))
         background = call.policy.cache_miss_fallback == "background"
         try:
-            with patience(call, self._events):
+            with within_wait_s(call, self._events):
                 done = await self._tunes.join(call, background=background)
                 if done is not None:
                     return self._found(call, done)
@@ -260,7 +260,7 @@ class AutotuneTier(SelectionTier[Cfg]):
         return self._decline(call, _too_late(call))
 
     def answer_nowait(self, call: Call) -> Selection[Cfg] | None:
-        """Have the loop tune for the calls to come."""
+        """Have the event loop tune the key for later calls."""
         if not call.resolved.traced:
             return self._decline(call, self._tunes.queue(call))
         untraced = call.without_tracers(self._keys)
@@ -269,7 +269,7 @@ class AutotuneTier(SelectionTier[Cfg]):
         return self._decline(call, self._tunes.queue(untraced))
 
     def _found(self, call: Call, done: Done[Cfg]) -> Selection[Cfg]:
-        """Answer with what a tune found, or with the record of another process's."""
+        """Answer with the result of a tune: this process's, or the record of another process's."""
         report = done.provenance.report
         if done.provenance.source == "autotune":
             emit(self._events, Autotuned, call, self.name, cfg=done.cfg)
@@ -290,8 +290,8 @@ class HeuristicsTier(SelectionTier[Cfg]):
 
 
 @contextmanager
-def patience(call: Call, events: Dispatcher) -> Iterator[None]:
-    """Wait inside the block no longer than the caller allows, over all that it waits for."""
+def within_wait_s(call: Call, events: Dispatcher) -> Iterator[None]:
+    """End the block once the call has waited for `wait_s` in total."""
     if call.policy.wait_s is None:
         yield
         return

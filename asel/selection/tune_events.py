@@ -1,4 +1,4 @@
-"""The events of a whole tune: that it began, what it found, why it failed."""
+"""The events of a whole tune: its start, its result, its failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["emit_failed", "emit_finish", "emit_start", "error_type_of"]
 
 
 def emit_start(events: Dispatcher, tune: Tune[Any]) -> None:
-    """Emit that a tune has begun; once, even if another caller carries it on."""
+    """Emit `autotune_start`, once, even if another caller continues the tune."""
     if tune.has_started:
         return
     tune.has_started = True
@@ -58,7 +58,7 @@ def emit_finish(events: Dispatcher, tune: Tune[Any], done: Done[Any]) -> None:
 def emit_failed(
     events: Dispatcher, tune: Tune[Any], error_type: str, message: str, retry_at: float | None = None
 ) -> None:
-    """Emit that a tune has no result; without `retry_at`, the next call may begin it again."""
+    """Emit `autotune_failed`. Without `retry_at`, the next call may begin the tune again."""
     events(
         AutotuneFailed(
             key=tune.request.key,
@@ -73,7 +73,7 @@ def emit_failed(
 
 
 def error_type_of(error: TuningError) -> str:
-    """Name the error behind a failed tune: what all candidates failed with, if that is one and the same."""
+    """Return the type of error behind a failed tune: its cause, or the type that all failed candidates share."""
     cause = error.__cause__
     if cause is not None and not isinstance(cause, ExceptionGroup):
         return type(cause).__name__

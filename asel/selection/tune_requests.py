@@ -15,7 +15,7 @@ from asel.runtime.jax_settings import current_settings
 from asel.selection.cache import ConfigCache
 from asel.selection.call import Call
 from asel.selection.selector_state import SelectorState
-from asel.selection.withdrawal import barred
+from asel.selection.withdrawal import barred_outcomes
 from asel.tuning.request import TuneRequest
 from asel.tuning.runnable import Programs
 
@@ -29,11 +29,11 @@ class TuneRequests:
         self._state = state
         self._cache = cache
         self._events = events
-        # There is one as soon as an executor may run what tunes compile.
+        # Set once an executor asks for the programs that tunes compile.
         self.programs: Programs | None = None
 
     def keep_programs(self) -> Programs:
-        """Return where tunes put the programs of their winners, from here on."""
+        """Have tunes keep the compiled programs of their winners, and return the collection."""
         if self.programs is None:
             self.programs = Programs()
         return self.programs
@@ -55,7 +55,7 @@ class TuneRequests:
             incumbent=listing.incumbent,
             groups=listing.groups,
             earlier=() if on_purpose else self._cache.reports(call.key),
-            settled=dict(barred(call.key, listing.candidates, self._cache)),
+            settled=dict(barred_outcomes(call.key, listing.candidates, self._cache)),
             device=resolved.device,
             settings=call.settings or current_settings(),
             tune_budget_s=policy.tune_budget_s,
@@ -66,7 +66,7 @@ class TuneRequests:
         )
 
     def _keep_for(self, call: Call) -> Callable[[Any], None] | None:
-        # A key that the kernel builds may stand for calls with other constants, which are part of a program.
+        # Calls that share a built key may differ in constants, which are part of a compiled program.
         if self.programs is None or getattr(call.kernel, "key_builder", None) is not None:
             return None
         return partial(self.programs.add, call.resolved, call.kernel)

@@ -33,13 +33,13 @@ _ASKED_AGAIN = "The kernel is asked for its candidates again at the next call; i
 
 
 class TuneHistory:
-    """What one selector has tuned, and which keys must wait after a tune that failed: by key and checksum."""
+    """The tunes of one selector by key and checksum, and the keys that must wait after a failed tune."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._tuned: BoundedMemo[bool] = BoundedMemo(_MAX_REMEMBERED)
         self._failures: BoundedMemo[tuple[float, str]] = BoundedMemo(_MAX_REMEMBERED)
-        # The newest reports of each kernel and device, whatever its version: what a new call can learn from.
+        # The newest reports of each kernel and device, over all versions, for new calls to learn from.
         self._reports: BoundedMemo[deque[TuneReport[Any]]] = BoundedMemo(_MAX_KERNELS)
 
     def note_tuned(self, key: CacheKey, checksum: str) -> None:
@@ -55,14 +55,14 @@ class TuneHistory:
         reports.appendleft(report)
 
     def reports_on(self, key: CacheKey) -> tuple[TuneReport[Any], ...]:
-        """Return what this selector's tunes of a key's kernel found, for whatever calls, newest first."""
+        """Return the reports of this selector's tunes of a key's kernel, over all calls, newest first."""
         return tuple(self._reports.get(_kernel_of(key)) or ())
 
     def has_tuned(self, key: CacheKey, checksum: str) -> bool:
         return self._tuned.get((key, checksum)) is not None
 
     def failure(self, key: CacheKey, checksum: str) -> tuple[float, str] | None:
-        """Return how long a failed key has to wait yet, and why it failed; None if it may be tuned."""
+        """Return how many more seconds a failed key must wait, and why it failed; None if it may be tuned."""
         failed = self._failures.get((key, checksum))
         if failed is None or failed[0] <= self._now():
             return None
@@ -78,7 +78,7 @@ def _kernel_of(key: CacheKey) -> tuple[str, str]:
 
 
 class TuneRules:
-    """The rules of one selector. `is_open` says whether it has a task group, in which tunes may run behind answers."""
+    """The rules of one selector. `is_open` returns whether it has a task group, which background tunes need."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class TuneRules:
         self._is_open = is_open
 
     def why_not(self, call: Call, *, on_purpose: bool = False) -> str | None:
-        """Say why the autotune tier declines; None if it may join a tune or begin one."""
+        """Return why the autotune tier declines; None if the call may join or begin a tune."""
         policy = call.policy
         if not policy.allow_autotune:
             return "autotuning is off"
@@ -112,7 +112,7 @@ class TuneRules:
         return self._why_not_begin(call, on_purpose)
 
     def _why_not_begin(self, call: Call, on_purpose: bool) -> str | None:
-        """Say why a tune that is not in flight must not begin."""
+        """Return why no tune may begin; None if one may."""
         key, checksum = call.key, call.checksum
         if call.listing.no_candidates:
             return call.listing.no_candidates
@@ -127,12 +127,12 @@ class TuneRules:
         return _FROZEN if self._state.frozen else None
 
     def flag(self, call: Call, why: str) -> str:
-        """Draw attention to a reason that its owner may not be aware of; nothing else stood in the way."""
+        """Emit an event or a warning for a reason that the user may not expect, and return the reason."""
         if why is _FROZEN:
             emit(self._events, LateTune, call)
         elif why is _NOT_OPEN:
-            behind = 'cache_miss_fallback="background" tunes behind the answer, and the selector is not open'
-            self._untuned.warn(call.key, f"{behind}, so nothing does", _OPEN_IT)
+            background = 'cache_miss_fallback="background" needs an open selector, and this one is not open'
+            self._untuned.warn(call.key, background, _OPEN_IT)
         elif call.candidates_raised and why == call.listing.no_candidates and call.policy.allow_heuristics:
             self._untuned.warn(call.key, f"{why}, so its calls get the heuristic", _ASKED_AGAIN)
         return why

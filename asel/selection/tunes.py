@@ -1,4 +1,4 @@
-"""Begins or joins the tune of a call without an answer, or leaves its key to the background."""
+"""Begins or joins the tune of a call without an answer, or queues its key for the background."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Tunes(Generic[Cfg]):
         self._events = events
         self._history = TuneHistory(lambda: events.now())
         untuned = UntunedWarnings()
-        place = None if store is None else store.for_tunes
-        self.shared: SharedTunes[Cfg] = SharedTunes(cache, tuner, place, events, self._history, untuned, pace)
+        tune_store = None if store is None else store.for_tunes
+        self.shared: SharedTunes[Cfg] = SharedTunes(cache, tuner, tune_store, events, self._history, untuned, pace)
         self.rules = TuneRules(state, cache, self._history, events, untuned, lambda: self.shared.is_open)
         self.requests = TuneRequests(state, cache, events)
         self.withdrawal = Withdrawal(cache, store, events)
-        self.background_queue = BackgroundQueue(self._catch_up)
-        self.only_awaited = False
-        """Whether a config may change only where a caller awaits it: nothing is read or tuned in the background."""
+        self.background_queue = BackgroundQueue(self._load_or_tune)
+        self.in_lockstep = False
+        """Whether ranks of a cluster change configs together: nothing is read or tuned in the background."""
 
     async def lessons(self, call: Call) -> int:
-        """Return how many earlier tunes of a call's kernel a tune of it may learn from."""
+        """Return the number of earlier tunes of the kernel that a tune of this call can learn from."""
         if not self.shared.learns:
             return 0
         reports = list(self._history.reports_on(call.key))
@@ -70,13 +70,13 @@ class Tunes(Generic[Cfg]):
             reports += await store.earlier_tunes(call.query(), MAX_LESSONS)
         from asel.tuning.search.lessons import lessons_in, teaches  # numpy
 
-        alike = lessons_in(reports, call.key, call.objective, environment(call.resolved.device))
-        return sum(teaches(call.listing.candidates, [report]) for report in alike)
+        relevant = lessons_in(reports, call.key, call.objective, environment(call.resolved.device))
+        return sum(teaches(call.listing.candidates, [report]) for report in relevant)
 
     # For callers that can wait.
 
     async def join(self, call: Call, *, background: bool = False, on_purpose: bool = False) -> Done[Cfg] | None:
-        """Join the tune of this call's key, begun if there is none; None if the caller need not wait for it."""
+        """Join the tune of this call's key, or begin one, and return its result; None if the caller does not wait."""
         if background and (later := after_run.get()) is not None:
             later.append(partial(copy_context().run, self._begin_in_background, call))
             return None
@@ -86,7 +86,7 @@ class Tunes(Generic[Cfg]):
             if is_new := tune is None:
                 tune = self._begin(call, background=background, on_purpose=on_purpose)
             tune.on_purpose |= on_purpose
-            call.meet(tune.id, is_new)
+            call.note_tune(tune.id, is_new)
             if background or (may_leave and not is_new):
                 return None
             if not is_new:
@@ -98,7 +98,7 @@ class Tunes(Generic[Cfg]):
             except SelectorClosedError:
                 if self._state.closed or tune.owner is self.shared:
                     raise
-                # It was another selector's, over the same cache. Its closing is not ours: begin anew.
+                # The tune belonged to another selector over the same cache, which was closed: begin a new one.
 
     def refuse_if_closed(self, call: Call) -> None:
         self._state.refuse_if_closed(call.key)
@@ -108,38 +108,38 @@ class Tunes(Generic[Cfg]):
         return self.shared.begin(call, request, background=background, on_purpose=on_purpose)
 
     def _begin_in_background(self, call: Call) -> None:
-        """Begin a tune that was put off, unless the selector is closed or the key has an answer or a tune by now."""
+        """Begin a postponed tune, unless the selector is closed or the key has an answer or a tune by now."""
         after_run.set(None)
         is_missing = isinstance(self._cache.peek(call.key, call.checksum), Miss)
         if is_missing and self.shared.is_open and self.rules.why_not(call) is None:
             self._begin(call, background=True, on_purpose=False)
 
-    # For callers that cannot.
+    # For callers that cannot wait.
 
     def queue(self, call: Call) -> str:
-        """Have the loop tune this key, and say so; or say why not."""
+        """Have the event loop tune this key; return the reason why this call gets no config."""
         if (why := self.rules.why_not(call)) is not None:
             self.read_later(call)
             return self.rules.flag(call, why)
         if isinstance(self._cache.peek(call.key, call.checksum), Pending):
             return "a tune is pending, and this call cannot wait"
-        if self.only_awaited:
+        if self.in_lockstep:
             return "this call cannot wait, and all ranks change configs together: await choose on each of them"
         if self.background_queue.add(call):
             return "queued for the background, since this call cannot wait"
-        if inside_a_tune():  # in which the call from outside is the one to tune
+        if inside_a_tune():  # a call from outside the tune will tune this key
             return "this call cannot wait, since it was asked from inside a tune"
         return self.rules.flag_not_queued(call)
 
     def read_later(self, call: Call) -> None:
-        """Have the loop read the store for the next call, if this one could not wait for it."""
-        if self.only_awaited:
+        """Have the event loop read the store for later calls, since this one cannot wait for it."""
+        if self.in_lockstep:
             return
         if self._store is not None and not call.resolved.traced and not self._store.has_just_missed(call.query()):
             self.background_queue.add(call)
 
-    def try_again_if_due(self, call: Call) -> None:
-        """Begin a tune in the background of a key whose withdrawn config may run again; until then memory answers."""
+    def retune_if_due(self, call: Call) -> None:
+        """Begin a background tune if the key's withdrawn config may be tried again; memory answers meanwhile."""
         quarantine = self._cache.quarantine
         if not quarantine.is_due(call.key) or not self.shared.is_open or inside_a_tune():
             return
@@ -149,32 +149,32 @@ class Tunes(Generic[Cfg]):
             else:
                 tune.on_purpose = True
 
-    def try_again_later_if_due(self, call: Call) -> None:
-        """Have the loop do so, for a call that may come from any thread."""
+    def queue_retune_if_due(self, call: Call) -> None:
+        """Have the event loop do the same; may be called from any thread."""
         if self._cache.quarantine.is_due(call.key) and not call.resolved.traced:
             self.background_queue.add(call)
 
-    async def _catch_up(self, call: Call) -> None:
+    async def _load_or_tune(self, call: Call) -> None:
         """Do for a queued call what the persistent and autotune tiers would have done."""
-        asking.set(None)  # the call has its answer; what is done here is done for the next one
-        self.try_again_if_due(call)
+        asking.set(None)  # the call has its answer; this work is for later ones
+        self.retune_if_due(call)
         try:
             if self._store is not None and await self._store.load(call.query()) is not None:
                 return
         except StoreError:
-            pass  # which has its event; the tune can do without
+            pass  # an event reported it, and the tune does not need the store
         except SelectorClosedError:
             return
         self._begin_in_background(call)
 
-    # From open to closed.
+    # Opening and closing.
 
     def open(self, tasks: TaskGroup, loop: LoopHandle) -> None:
         self.shared.open(tasks)
         self.background_queue.open(loop)
 
     def shift_clock(self, by_s: float) -> None:
-        """Go on with a clock that is ahead by `by_s` seconds."""
+        """Continue with a clock that is ahead by `by_s` seconds."""
         self._history.shift_clock(by_s)
 
     async def settled(self) -> None:
@@ -184,12 +184,12 @@ class Tunes(Generic[Cfg]):
             await self.shared.settled()
 
     def close(self) -> int:
-        """End every wait with SelectorClosedError; return how many tunes that cut short."""
+        """End every tune and wake its waiters with SelectorClosedError; return the number of tunes."""
         self.background_queue.close()
         return self.shared.close(self._state.grace_s())
 
     def forget_all(self) -> None:
-        """Drop every tune, as after the end of their loop."""
+        """Drop every tune, because their loop has ended."""
         self.shared.forget_all()
         self.background_queue.renew()
 

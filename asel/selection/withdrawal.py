@@ -23,7 +23,7 @@ from asel.selection.store_access import StoreAccess
 from asel.stores.config_store import StoreQuery
 from asel.tuning.outcomes import Skipped, TuneReport, text_of
 
-__all__ = ["Fault", "Withdrawal", "barred", "fallbacks"]
+__all__ = ["Fault", "Withdrawal", "barred_outcomes", "fallbacks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Fault(Generic[Cfg]):
     error: Exception
     tier: Tier
     instead: Cfg | None
-    """What has worked with the same arguments; None: the next best is to be believed."""
+    """The config that worked with the same arguments; None: the next best of the tune takes its place."""
     start: float
     evidence: str
     retry_after_s: float
@@ -44,17 +44,17 @@ class Fault(Generic[Cfg]):
 def fallbacks(
     selection: Selection[Cfg], resolved: Resolved[Any], cache: ConfigCache[Cfg], *, allow_heuristics: bool
 ) -> list[Cfg]:
-    """Return what can be run in the place of a winner, best first: the others of its tune, then the heuristic."""
+    """Return the configs to run in place of a winner: the others of its tune, best first, then the heuristic."""
     failed = (selection.cfg, *cache.quarantine.configs(selection.key))
     found = [] if selection.report is None else selection.report.runners_up(failed)
-    guess = resolved.heuristic
-    if allow_heuristics and guess is not None and not any(same_config(guess, cfg) for cfg in (*failed, *found)):
-        found.append(guess)
+    heuristic = resolved.heuristic
+    if allow_heuristics and heuristic is not None and not any(same_config(heuristic, cfg) for cfg in (*failed, *found)):
+        found.append(heuristic)
     return found
 
 
-def barred(key: CacheKey, candidates: Sequence[Cfg], cache: ConfigCache[Cfg]) -> dict[int, Skipped[Cfg]]:
-    """Return the candidates that a tune need not try, as outcomes by index: they failed in real calls."""
+def barred_outcomes(key: CacheKey, candidates: Sequence[Cfg], cache: ConfigCache[Cfg]) -> dict[int, Skipped[Cfg]]:
+    """Return the candidates that failed in real calls, which a tune does not try, as outcomes by index."""
     failed = cache.quarantine.configs(key)
     return {
         index: Skipped(cfg, "it failed in a real call")
@@ -72,10 +72,10 @@ class Withdrawal(Generic[Cfg]):
         self._events = events
 
     async def withdraw(self, fault: Fault[Cfg], tasks: TaskGroup | None) -> bool:
-        """Remove a config from memory and store, with an event; False if neither answers with it (any more).
+        """Remove a config from memory and store, with an event; return False if neither answers with it (any more).
 
-        Memory and the event come first, in one step: of all who saw it fail one gets past it. The store's part
-        belongs to the chain's `tasks`, if it is open, and is done also for a caller who does not wait.
+        Memory and the event come first, without an await, so concurrent failures cause one withdrawal. If the selector
+        is open, the store's part runs in its `tasks` and is finished even if the caller is cancelled.
         """
         key, checksum = fault.query.key, fault.query.checksum
         held, successor = self._cache.withdraw(
@@ -84,12 +84,12 @@ class Withdrawal(Generic[Cfg]):
         if held:
             self._try_again_later(fault, tasks)
             self._emit(fault, None if successor is None else successor.cfg)
-            await self._from_store(fault, None if successor is None else successor.provenance.report, tasks)
+            await self._withdraw_from_store(fault, None if successor is None else successor.provenance.report, tasks)
             return True
-        if self._cache.quarantine.has(key, fault.cfg) or isinstance(self._cache.peek(key, checksum), Hit):
+        if self._cache.quarantine.is_barred(key, fault.cfg) or isinstance(self._cache.peek(key, checksum), Hit):
             return False
-        # Memory has no answer, having made room for others: then it was the store's.
-        if not await self._from_store(fault, None, tasks):
+        # Memory has no answer, for instance after an eviction, so the config may have come from the store.
+        if not await self._withdraw_from_store(fault, None, tasks):
             return False
         if not self._cache.quarantine.bar(key, fault.cfg, fault.retry_after_s):
             return False
@@ -97,9 +97,9 @@ class Withdrawal(Generic[Cfg]):
         return True
 
     def _try_again_later(self, fault: Fault[Cfg], tasks: TaskGroup | None) -> None:
-        """Have the key tuned again once its config may run again: the failure may have been the machine's.
+        """Have the key tuned again once its config is no longer barred: the machine may have been at fault.
 
-        Only in an open chain; without one, nothing tunes in the background.
+        Only in an open selector, since this is a background tune.
         """
         if tasks is not None:
             key = fault.query.key
@@ -110,9 +110,10 @@ class Withdrawal(Generic[Cfg]):
         self._cache.try_again(key)
 
     def _successor(self, fault: Fault[Cfg], done: Done[Cfg]) -> Done[Cfg] | None:
-        """Return the answer that comes after one that failed; None if no tune measured others.
+        """Return the answer that replaces a failed one; None if there is no report of a tune.
 
-        What has worked does not count then: most likely it is the heuristic's, and would hide the tune to come.
+        Without a report, even a config that worked is not used: most likely it is the heuristic's, and would hide the
+        next tune.
         """
         report, instead = done.provenance.report, fault.instead
         if report is None:
@@ -125,12 +126,14 @@ class Withdrawal(Generic[Cfg]):
         corrected = report.without(fault.cfg, instead, fault.error)
         return Done(instead, Match(), Provenance(done.provenance.source, corrected, done.provenance.foreign))
 
-    async def _from_store(self, fault: Fault[Cfg], instead: TuneReport[Cfg] | None, tasks: TaskGroup | None) -> bool:
-        """Tell whether the store answered with the config, having withdrawn it there."""
+    async def _withdraw_from_store(
+        self, fault: Fault[Cfg], instead: TuneReport[Cfg] | None, tasks: TaskGroup | None
+    ) -> bool:
+        """Withdraw the config from the store; return whether the store had it."""
         store = self._store
         if store is None:
             return False
-        instead = instead if store.for_tunes is not None else None  # what takes its place is a tune's result, too
+        instead = instead if store.for_tunes is not None else None  # the replacement counts as a tune's result
         found, over = False, anyio.Event()
 
         async def work() -> None:

@@ -32,9 +32,9 @@ async def autotune_recorded(
 ) -> BatchSummary:
     """Select a config for every recorded call of a device, tuning the calls that have none.
 
-    The calls seen most often come first. Once `budget_s` is spent no tune begins; one under way ends. A batch that was
-    interrupted resumes from its stored configs. Several processes may share a batch over one store: a key that another
-    process is tuning comes last, and each process ends with all the answers.
+    The calls seen most often come first. Once `budget_s` is spent, no more tunes begin; the current one finishes. A
+    batch that was interrupted resumes from its stored configs. Several processes may share a batch over one store: a
+    key that another process is tuning comes last, and each process ends with all the answers.
 
     `progress` is a function of a `BatchProgress`, called on the loop, or `"bar"` for a bar on stderr. `calls`, from
     `read_calls`, replace the recorded calls.
@@ -55,10 +55,10 @@ async def warm_up(
 ) -> BatchSummary:
     """Select a config for each `(kernel, example)`: an invocation, or a tuple of arguments.
 
-    The rest is as in `autotune_recorded`.
+    The parameters are those of `autotune_recorded`.
 
     Raises:
-        InvalidRequestError: an example is neither, before anything is tuned.
+        InvalidRequestError: an example is neither. It is raised before anything is tuned.
     """
     _check_selector(selector, "warm_up")
     calls = example_calls(examples, current_settings())
@@ -81,7 +81,9 @@ def _check_selector(selector: Any, name: str) -> None:
         return
     if hasattr(selector, name):
         raise InvalidRequestError(f"{name} is a method of a {type(selector).__name__}: write selector.{name}(...)")
-    raise InvalidRequestError(f"{name}: a {type(selector).__name__} is not a selector; it comes before the examples")
+    raise InvalidRequestError(
+        f"{name}: a {type(selector).__name__} is not a selector; pass a ConfigSelectorChain first"
+    )
 
 
 def _batch_call(number: int, pair: Any, settings: Settings) -> BatchCall:
@@ -103,7 +105,7 @@ def _batch_call(number: int, pair: Any, settings: Settings) -> BatchCall:
 
 
 async def _prepared(kernel: Any, example: tuple[Any, ...], settings: Settings) -> Invocation[Any, Any]:
-    """Return the call as the kernel prepares it: in a thread, since that may compile."""
+    """Return the call with its arguments prepared by the kernel, in a thread, since that may compile."""
     work = partial(with_settings, settings, partial(prepared, kernel.prepare, example, {}))
     args, kwargs = await run_in_thread(f"preparing {kernel.op_id}", work)
     return Invocation(kernel.op_id, args, kwargs)

@@ -1,4 +1,4 @@
-"""Runs one batch: its calls one after the other, and last the calls that other processes are tuning."""
+"""Runs a batch: its calls one after the other, and the calls that other processes are tuning last."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Progress = Callable[[BatchProgress], object] | Literal["bar"] | None
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """A call to be tuned; `prepare` makes its invocation, for arguments that the kernel has yet to prepare."""
+    """A call to be tuned. If its arguments are not prepared yet, `prepare` makes its invocation."""
 
     kernel: Any
     inv: Any
@@ -74,11 +74,11 @@ class _Batch:
         self,
         selector: ConfigSelectorChain[Any, Any],
         calls: Sequence[BatchCall],
-        tell: Callable[[BatchProgress], object] | None,
+        report: Callable[[BatchProgress], object] | None,
         budget_s: float | None,
     ) -> None:
         self._selector = selector
-        self._tell_progress = tell
+        self._report_progress = report
         self._start = anyio.current_time()
         self._ends_at = None if budget_s is None else self._start + budget_s
         # Other processes may run the same batch. Each shuffles calls seen equally often, so that they rarely meet.
@@ -91,23 +91,23 @@ class _Batch:
         self._done = self._failed = 0
 
     async def run(self) -> BatchSummary:
-        with tunes_compiling(core_count()):  # nobody is served yet
+        with tunes_compiling(core_count()):  # all cores, since there is no traffic yet
             return await self._run()
 
     async def _run(self) -> BatchSummary:
-        put_off: list[tuple[int, BatchCall, BatchItem]] = []
-        # A batch waits for its tunes, even if the policy has callers leave early. But while other calls are left it
-        # does not wait for another process: `on_pending` has that effect for a claimed key.
+        postponed: list[tuple[int, BatchCall, BatchItem]] = []
+        # A batch waits for its own tunes, even if the policy lets callers leave early. But it does not wait for another
+        # process while it has other calls: `on_pending` decides that for a claimed key.
         on_pending: Literal["wait", "heuristics"] = "heuristics" if self._is_shared else "wait"
         with policy_override(self._selector, cache_miss_fallback="autotune", on_pending=on_pending, wait_s=None):
             for number, call in self._order:
                 item = await self._select(call)
                 if self._is_shared and _may_be_tuned_elsewhere(item):
-                    put_off.append((number, call, item))
+                    postponed.append((number, call, item))
                 else:
                     self._note(number, item)
         with policy_override(self._selector, cache_miss_fallback="autotune", on_pending="wait", wait_s=None):
-            for number, call, first in put_off:
+            for number, call, first in postponed:
                 item = await self._select(call)
                 self._note(number, replace(item, seconds=item.seconds + first.seconds))
         items = tuple(self._items[number] for number in sorted(self._items))
@@ -119,14 +119,14 @@ class _Batch:
         item = BatchItem(call.kernel.op_id, call_text(inv, call.kernel), call.seen)
         if self._ends_at is not None and start >= self._ends_at:
             return item
-        self._tell(begun=f"{item.op_id}({item.call})")
+        self._report(begun=f"{item.op_id}({item.call})")
         try:
             if call.prepare is not None:
                 inv = await call.prepare()
                 item = replace(item, call=call_text(inv, call.kernel))
-            made = self._selector.call_elsewhere(inv, call.kernel, call.settings)
-            item = replace(item, key=made.key)
-            selection = await self._selector.answer(made)
+            request = self._selector.call_elsewhere(inv, call.kernel, call.settings)
+            item = replace(item, key=request.key)
+            selection = await self._selector.answer(request)
         except Exception as error:
             return replace(item, error=error, seconds=anyio.current_time() - start)
         return replace(
@@ -141,12 +141,12 @@ class _Batch:
         self._items[number] = item
         self._done += item.outcome != "left"
         self._failed += item.outcome == "failed"
-        self._tell(ended=item)
+        self._report(ended=item)
 
-    def _tell(self, *, begun: str = "", ended: BatchItem | None = None) -> None:
-        if self._tell_progress is not None:
+    def _report(self, *, begun: str = "", ended: BatchItem | None = None) -> None:
+        if self._report_progress is not None:
             elapsed_s = anyio.current_time() - self._start
-            self._tell_progress(BatchProgress(len(self._order), self._done, self._failed, elapsed_s, begun, ended))
+            self._report_progress(BatchProgress(len(self._order), self._done, self._failed, elapsed_s, begun, ended))
 
 
 def _may_be_tuned_elsewhere(item: BatchItem) -> bool:

@@ -1,4 +1,4 @@
-"""The result of a batch: a table for people, an overlay for the program."""
+"""The result of a batch: a table for people, and an overlay for programs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One call of a batch, with its config, or why it has none."""
+    """One call of a batch, with its config, or the reason why it has none."""
 
     op_id: str
     call: str
-    """The call as people read it."""
+    """The readable call."""
     seen: int = 1
     key: CacheKey | None = None
     cfg: Any = None
@@ -42,7 +42,7 @@ class BatchItem:
         return "tuned" if self.tier == "autotune" else "known"
 
     def said(self) -> str:
-        """Return the config or the error, as a line."""
+        """Return the config or the error, as one line."""
         if self.error is not None:
             return f"{type(self.error).__name__}: {one_line(redact(self.error), _MAX_ERROR_CHARS)}"
         return "" if self.tier is None else config_text(self.cfg)
@@ -50,14 +50,14 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """How far a batch is; passed to `progress` when a call begins, and when it has ended."""
+    """The progress of a batch; passed to `progress` when a call begins and when it has ended."""
 
     total: int
     done: int
     failed: int
     elapsed_s: float
     begun: str = ""
-    """The call that begins; empty when one has ended."""
+    """The call that begins; empty if a call has ended."""
     ended: BatchItem | None = None
 
 
@@ -80,7 +80,7 @@ class BatchSummary:
 
     @property
     def left(self) -> list[BatchItem]:
-        """The calls that the budget did not reach. The next batch begins with what this one has stored."""
+        """The calls that the budget did not reach. The next batch continues from the configs that this one stored."""
         return [item for item in self.items if item.outcome == "left"]
 
     def as_overlay(self) -> dict[tuple[str, str, str], Any]:
@@ -89,7 +89,7 @@ class BatchSummary:
         return {(item.key.device, item.key.op_id, item.key.call_key): item.cfg for item in found if item.key}
 
     def __str__(self) -> str:
-        """Return a line with the counts, then one for each call."""
+        """Return a line with the counts, then a line for each call."""
         outcomes = [item.outcome for item in self.items]
         counts = [f"{outcomes.count(kind)} {kind}" for kind in ("tuned", "known", "heuristic", "failed", "left")]
         lines = [f"{len(outcomes)} {'call' if len(outcomes) == 1 else 'calls'}: {', '.join(counts)}"]

@@ -36,13 +36,13 @@ _INTERRUPTED_GRACE_S = 0.2
 class BlockingSelector(Generic[Cfg, Out]):
     """A `ConfigSelectorChain` for scripts, notebooks and threads: the same names, without `await`.
 
-    It takes the chain's arguments. The chain is open in an event loop in its own thread: from the first call that
-    needs it, or from `with`, until `close` or the end of the program. Any number of threads may call at once. An answer
-    from memory is given in the caller's thread.
+    It takes the chain's arguments. The chain is open in an event loop in its own thread, from the first call that
+    needs it, or from `with`, until `close` or the end of the program. Any number of threads may call concurrently.
+    Answers from memory do not leave the caller's thread.
 
-    While JAX traces, `choose` may tune as well: the trace waits in its thread, and the tune works elsewhere with arrays
-    of its own, the kernel's `example_inputs` or else zeros (random ones, if outputs are checked). So the first trace
-    has the tuned config already. Ctrl-C ends a wait at once; what it waited for goes on until the selector is closed.
+    While JAX traces, `choose` may tune as well, so the first trace has the tuned config already. The trace waits, and
+    the tune runs in other threads with arrays of its own: the kernel's `example_inputs`, or else zeros (random arrays,
+    if outputs are checked). Ctrl-C ends a wait immediately; the tune continues until the selector is closed.
     """
 
     def __init__(self, *args: Any, backend: Literal["asyncio", "trio"] = "asyncio", **options: Any) -> None:
@@ -56,10 +56,10 @@ class BlockingSelector(Generic[Cfg, Out]):
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     # ---------------------------------------------------------------------------------------
-    # Open and closed.
+    # Opening and closing.
 
     def renew(self) -> None:
-        """In the child of a fork: a lock that nobody holds."""
+        """In the child of a fork: make a new lock."""
         self._opening = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -100,18 +100,18 @@ class BlockingSelector(Generic[Cfg, Out]):
             return self._loop
 
     def run_soon(self, work: Callable[[], object]) -> None:
-        """Run `work` on the selector's event loop, and wait for nothing; not at all if the selector is closed."""
+        """Run `work` on the selector's event loop without waiting for it; do nothing if the selector is not open."""
         if (loop := self._loop) is not None:
             loop.run_soon(work)
 
     # ---------------------------------------------------------------------------------------
-    # Asking.
+    # Choosing.
 
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
-        """Return the config `inv` should run with; `ConfigSelectorChain.choose` says the rest.
+        """Return the config `inv` should run with; see `ConfigSelectorChain.choose`.
 
         Raises:
-            InvalidRequestError: asked on the selector's own event loop, by a kernel's `heuristic_cfg` say.
+            InvalidRequestError: called on the selector's own event loop, for instance by a kernel's `heuristic_cfg`.
         """
         chain = self.chain
         if inv.override_cfg is None and inv.op_id == kernel.op_id:
@@ -121,16 +121,16 @@ class BlockingSelector(Generic[Cfg, Out]):
         return self.select(inv, kernel).cfg
 
     def select(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Selection[Cfg]:
-        """Return the config with the tier it came from and why the earlier ones declined."""
+        """Return the config, the tier that it came from, and why the earlier tiers declined."""
         loop, chain = self._opened(), self.chain
         selection = loop.call(chain.answer, chain.call_elsewhere(inv, kernel))
-        if selection.tier in ("autotune", "heuristics") and (known := chain.resolve(inv, kernel)).traced:
+        if selection.tier in ("autotune", "heuristics") and (resolved := chain.resolve(inv, kernel)).traced:
             call = chain.call_elsewhere(inv, kernel)
-            record_invocation(*known.key, kernel, call.inv.args, call.inv.kwargs, invocation=call.inv)
+            record_invocation(*resolved.key, kernel, call.inv.args, call.inv.kwargs, invocation=call.inv)
         return selection
 
     def choose_nowait(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
-        """Return the config known at this moment, or the heuristic; a missing one is tuned in the background."""
+        """Return the config without waiting, if need be the heuristic's; a missing key is tuned in the background."""
         self._opened()
         return self.chain.choose_nowait(inv, kernel)
 
@@ -139,7 +139,7 @@ class BlockingSelector(Generic[Cfg, Out]):
         return self._opened().call(self.chain.explain, self.chain.call_elsewhere(inv, kernel), kernel)
 
     def retune(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
-        """Tune again on purpose, and replace the known config."""
+        """Measure again, replace the config, and return the new one."""
         return self._opened().call(self.chain.retune, self.chain.call_elsewhere(inv, kernel), kernel)
 
     def find_report(self, inv: Any, kernel: Any, cfg: Cfg) -> TuneReport[Cfg] | None:
@@ -157,7 +157,7 @@ class BlockingSelector(Generic[Cfg, Out]):
         instead: Cfg | None = None,
         evidence: str = "reported by a caller of withdraw",
     ) -> bool:
-        """Withdraw a chosen config that failed in a real call."""
+        """Withdraw a config that failed in a real call; see `ConfigSelectorChain.withdraw`."""
         withdraw = partial(self.chain.withdraw, tier=tier, instead=instead, evidence=evidence)
         return self._opened().call(withdraw, self.chain.call_elsewhere(inv, kernel), kernel, cfg, error)
 
@@ -182,11 +182,11 @@ class BlockingSelector(Generic[Cfg, Out]):
         return self._opened().call(work, self.chain, calls)
 
     # ---------------------------------------------------------------------------------------
-    # What else there is.
+    # Everything else.
 
     @property
     def policy(self) -> AutotunePolicy:
-        """The policy in force in the current context."""
+        """The policy of the current context, with its overrides."""
         return self.chain.policy
 
     @policy.setter
@@ -211,12 +211,12 @@ class BlockingSelector(Generic[Cfg, Out]):
         self._opened().call(self.chain.settled)
 
     def freeze(self) -> None:
-        """Begin no tune from here on; a call that would have begun one emits `late_tune`."""
+        """Begin no more tunes; a call that would have begun one emits `late_tune`."""
         self.chain.freeze()
 
     @contextmanager
     def events(self, buffer: int = 4096) -> Iterator[BlockingEvents]:
-        """Give the events as they happen, to one reader, until the selector closes or the block ends."""
+        """Yield an iterator over the events, for one reader, until the selector closes or the block ends."""
         loop, block = self._opened(), self.chain.events(buffer)
         stream = loop.call(block.__aenter__)
         try:
@@ -228,7 +228,7 @@ class BlockingSelector(Generic[Cfg, Out]):
 
 
 def _hurry(chain: ConfigSelectorChain[Any, Any]) -> None:
-    """Have an interrupted program wait only a moment for the selector to close."""
+    """Limit the wait for a selector to close, because the program was interrupted."""
     chain.close_grace_s = min(chain.close_grace_s, _INTERRUPTED_GRACE_S)
 
 

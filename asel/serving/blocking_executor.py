@@ -1,4 +1,4 @@
-"""`BlockingExecutor`: choose, then run, for code without `await`."""
+"""`BlockingExecutor`: an executor for code without `await`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asel.kernels.kernel import Cfg, Invocation, Kernel, Out
 from asel.kernels.key_memo import Resolved
 from asel.selection.policy import AutotunePolicy
 from asel.serving.blocking import BlockingSelector
-from asel.serving.call_keywords import invocation_of, taken_from
+from asel.serving.call_keywords import invocation_of, pop_call_keywords
 from asel.serving.compiled_call import jitted_call
 from asel.serving.executor import Executor
 from asel.serving.preparation import own_prepare, prepared
-from asel.serving.runs import QUICK_S, Ran, Runs, timed
+from asel.serving.runs import QUICK_S, RunResult, Runs, timed
 from asel.serving.winner_faults import WinnerFaults
 from asel.tuning.outcomes import TuneReport
 from asel.tuning.runnable import Programs, Runnable, after_run
@@ -30,31 +30,31 @@ T = TypeVar("T")
 class BlockingExecutor(Generic[Cfg, Out]):
     """Runs kernels with the configs that a `BlockingSelector` chooses: an `Executor` without `await`.
 
-    A kernel runs in its caller's thread, under its settings. While JAX traces it becomes part of that trace, which
-    waits for the kernel's tune. It recovers from winners that fail as an `Executor` does.
+    A kernel runs in its caller's thread, with that thread's settings. While JAX traces, the kernel becomes part of the
+    trace, which waits for the kernel's tune. Winners that fail are handled as in an `Executor`.
     """
 
     def __init__(self, selector: BlockingSelector[Cfg, Out], *, jit: bool = True) -> None:
         if not isinstance(selector, BlockingSelector):
             raise InvalidRequestError(f"BlockingExecutor: a {type(selector).__name__} is not a BlockingSelector")
         self.selector = selector
-        self._here = _Here(selector, jit=jit)
-        self.nowait = _Nowait(selector, jit=jit).nowait
+        self._waiting = _WaitingExecutor(selector, jit=jit)
+        self.nowait = _OpeningExecutor(selector, jit=jit).nowait
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
-        """Return what `kernel` computes, with `cfg` or else with the config the selector chooses.
+        """Run `kernel` with `cfg`, or with the config that the selector chooses, and return its result.
 
         Raises:
-            NoConfigError: every tier declined; and what else `choose` raises.
-            Exception: what the kernel raises.
+            NoConfigError: every tier declined. `choose` lists the other errors.
+            Exception: the kernel raised it.
         """
         try:
-            return self._here.nowait(kernel, *args, cfg=cfg, **kwargs)
+            return self._waiting.nowait(kernel, *args, cfg=cfg, **kwargs)
         finally:
-            self._here.begin_tunes()
+            self._waiting.begin_postponed_tunes()
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
-        """Return the config that a call would run with, and run nothing."""
+        """Return the config that a call would run with, without running the kernel."""
         return self.selector.choose(_prepared_call(kernel, args, kwargs, cfg), kernel)
 
     def compile(
@@ -62,10 +62,10 @@ class BlockingExecutor(Generic[Cfg, Out]):
     ) -> Callable[..., Out]:
         """Return a plain jitted function that runs `kernel` with the config of this example call.
 
-        `Executor.compile` says the rest.
+        See `Executor.compile`.
         """
         inv = _prepared_call(kernel, example_args, dict(example_kwargs), cfg)
-        taken_from(example_kwargs)
+        pop_call_keywords(example_kwargs)
         chosen, platform = self.selector.choose(inv, kernel), self.selector.resolve(inv, kernel).platform
         fn = jitted_call(kernel, inv, platform, chosen, own_prepare(kernel), example_args, example_kwargs)
         fn.lower(*example_args, **example_kwargs).compile()  # a call of `fn` finds this program in JAX's cache
@@ -73,67 +73,71 @@ class BlockingExecutor(Generic[Cfg, Out]):
 
 
 def _prepared_call(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Invocation[Any, Any]:
-    call_keywords = taken_from(kwargs)
+    call_keywords = pop_call_keywords(kwargs)
     if (prepare := own_prepare(kernel)) is not None:
         args, kwargs = prepared(prepare, args, kwargs)
     return invocation_of(kernel, args, kwargs, cfg, call_keywords)
 
 
-class _Nowait(Executor[Cfg, Out]):
+class _OpeningExecutor(Executor[Cfg, Out]):
     """An executor whose `nowait` opens the selector, if it is not open yet."""
 
     def __init__(self, blocking: BlockingSelector[Cfg, Out], *, jit: bool) -> None:
         super().__init__(blocking.chain, jit=jit)
         self._blocking = blocking
 
-    def _choose_here(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
+    def _choose_for_nowait(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         return self._blocking.choose_nowait(inv, kernel)
 
 
-class _Here(_Nowait[Cfg, Out]):
-    """An executor whose `nowait` waits for a config and recovers from a failing winner, in the caller's thread."""
+class _WaitingExecutor(_OpeningExecutor[Cfg, Out]):
+    """An executor whose `nowait` does wait for a config, and runs another one if a winner fails."""
 
     def __init__(self, blocking: BlockingSelector[Cfg, Out], *, jit: bool) -> None:
         super().__init__(blocking, jit=jit)
-        runs = _RunsHere(blocking.chain.keep_programs() if jit else Programs(), jit=jit)
-        self._faults_here = WinnerFaults(_WithdrawsByPortal(blocking), runs)
-        self._put_off = _PutOff()
+        runs = _CallerRuns(blocking.chain.keep_programs() if jit else Programs(), jit=jit)
+        self._caller_faults = WinnerFaults(_LoopSelector(blocking), runs)
+        self._postponed = _PostponedTunes()
 
-    def _choose_here(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
+    def _choose_for_nowait(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         later: list[Callable[[], None]] = []
         after_run.set(later)
         try:
             return self._blocking.choose(inv, kernel)
         finally:
             after_run.set(None)
-            self._put_off.tunes += later
+            self._postponed.tunes += later
 
-    def begin_tunes(self) -> None:
-        """Begin the background tunes of calls of this thread that have run, or failed, and so leave the cores free."""
-        if tunes := self._put_off.tunes:
-            self._put_off.tunes = []
+    def begin_postponed_tunes(self) -> None:
+        """Begin the background tunes that waited for the call of this thread to end."""
+        if tunes := self._postponed.tunes:
+            self._postponed.tunes = []
             for begin_tune in tunes:
                 self._blocking.run_soon(begin_tune)
 
-    def _recover_here(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], cfg: Cfg, error: Exception) -> Out:
-        known = self.selector.resolve(inv, kernel)
+    def _recover_for_nowait(
+        self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], cfg: Cfg, error: Exception
+    ) -> Out:
+        resolved = self.selector.resolve(inv, kernel)
         selection = self._blocking.select(inv, kernel)
         if selection.tier in ("override", "overlay", "heuristics") or not same_config(selection.cfg, cfg):
             raise error
-        return cast(Out, _result(self._faults_here.fall_back(inv, kernel, known, selection, error)))
+        return cast(Out, _result(self._caller_faults.fall_back(inv, kernel, resolved, selection, error)))
 
 
-class _PutOff(threading.local):
-    """The background tunes that are to begin once the call of this thread has run."""
+class _PostponedTunes(threading.local):
+    """The background tunes that begin once the call of this thread has run."""
 
     def __init__(self) -> None:
         self.tunes: list[Callable[[], None]] = []
 
 
-class _RunsHere(Runs):
+class _CallerRuns(Runs):
     """Runs kernels in the caller's thread, however long they take."""
 
-    async def run_one(self, runnable: Runnable, token: Any, known: Resolved[Any], args: Any, kwargs: Any) -> Ran:
+    async def run_one(
+        self, runnable: Runnable, token: Any, resolved: Resolved[Any], args: Any, kwargs: Any
+    ) -> RunResult:
         is_first = runnable.is_quick(token) is None
         ran = timed(partial(runnable.first_run if is_first else runnable, args, kwargs), wait=is_first)
         if ran.error is None:
@@ -141,8 +145,8 @@ class _RunsHere(Runs):
         return ran
 
 
-class _WithdrawsByPortal:
-    """The chain as `WinnerFaults` uses it; withdrawals are made in the selector's thread."""
+class _LoopSelector:
+    """The selector as `WinnerFaults` needs it; its coroutine functions run on the selector's event loop."""
 
     def __init__(self, blocking: BlockingSelector[Any, Any]) -> None:
         self._blocking = blocking
@@ -169,4 +173,4 @@ def _result(work: Coroutine[Any, Any, T]) -> T:
         work.send(None)
     except StopIteration as end:
         return cast(T, end.value)
-    raise AssertionError("it waited")
+    raise AssertionError("the coroutine waited")

@@ -1,4 +1,4 @@
-"""A kernel with its config baked in, as a plain jitted function of the arguments that a user passes."""
+"""A kernel with a fixed config, as a plain jitted function of the arguments that a user passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def jitted_call(
 ) -> Any:
     """Return `jax.jit` of the kernel's `prepare` and `run` with `cfg`; `args` and `kwargs` are an example call.
 
-    An argument without arrays is static, as it is to a tune: the function compiles again for another value.
+    An argument without arrays is static, as in a tune: the function compiles again for another value.
 
     Raises:
         InvalidRequestError: an argument can be neither a pytree of arrays nor a static value.
@@ -46,9 +46,9 @@ def _is_static(value: Any, name: str, kernel: Any) -> bool:
         return not leaves and _is_hashable(value)
     if arrays == 0 and _is_hashable(value):
         return True
-    problem = "holds both arrays and constants" if arrays else f"is a {type(value).__name__}, which has no hash"
+    problem = "holds both arrays and constants" if arrays else f"is a {type(value).__name__}, which is not hashable"
     raise InvalidRequestError(
-        f"compile: {name} of {kernel.op_id!r} {problem}, and `jax.jit` takes a pytree of arrays or a hashable value. "
+        f"compile: {name} of {kernel.op_id!r} {problem}, but `jax.jit` takes a pytree of arrays or a hashable value. "
         "Pass the constants as arguments of their own, or run the kernel with the executor itself."
     )
 

@@ -17,10 +17,10 @@ from asel.selection.cache_entries import Hit
 from asel.selection.policy import objective_of
 from asel.selection.results import Selection
 from asel.selection.selector import ConfigSelectorChain
-from asel.serving.call_keywords import invocation_of, taken_from
+from asel.serving.call_keywords import invocation_of, pop_call_keywords
 from asel.serving.compiled_call import jitted_call
 from asel.serving.preparation import Preparation, own_prepare
-from asel.serving.runs import QUICK_S, Ran, Runs, in_a_thread, program_signature, timed
+from asel.serving.runs import QUICK_S, RunResult, Runs, in_a_thread, program_signature, timed
 from asel.serving.winner_faults import WinnerFaults
 from asel.tuning.runnable import Programs, Runnable, after_run
 
@@ -33,30 +33,29 @@ _NO_PREPARE = Kernel.prepare
 class Executor(Generic[Cfg, Out]):
     """Runs kernels with the configs that a chain chooses.
 
-    A kernel is called as its user would call it: its `prepare`, if it has one, then its `run` in the variant for
-    the device's platform, with `cfg`. It is jitted as the tuner measures it: arrays are parameters of the compiled
-    function, everything else is a constant. The program that a tune compiled for its winner is the one that runs.
-    A kernel that is jitted already runs as it is, and so does one that cannot be traced; with `jit=False`, all do. With
-    `method="shard_map"`, `mesh`, `in_specs`, `out_specs` and `check_vma` belong to the call; all other
-    keywords are the kernel's.
+    A call runs the kernel's `prepare`, if it has one, and then its `run` with `cfg`, in the variant for the device's
+    platform. `run` is jitted as in a tune: arrays are parameters of the compiled function, and everything else is a
+    constant. A program that a tune compiled for its winner is used again. `run` is not jitted if it is jitted already,
+    if it cannot be traced, or with `jit=False`. With `method="shard_map"`, the keywords `mesh`, `in_specs`,
+    `out_specs` and `check_vma` belong to the call; all other keywords are the kernel's.
 
-    A run may compile, so it happens in a thread, with the caller's context variables, JAX settings and mesh. After one
-    that returned within a millisecond, the next run of the same signature, array placement and config happens on the
-    loop, and so does `prepare`; if it takes longer after all (`jax.clear_caches()`), the one after it is in a thread
-    again. The first run with a config waits for its result, so that it fails here if it fails; what a later one raises
-    when its result is read is for `selector.withdraw`. With `cache_miss_fallback="background"`, a tune begins once the
-    call that asks for it has run.
+    A run may compile, so it happens in a thread, with the caller's context variables, JAX settings and mesh. Once a run
+    has returned within a millisecond, the next one with the same signature, array placement and config happens on the
+    loop; likewise `prepare`. If that takes longer (after `jax.clear_caches()`), the next one is in a thread again. The
+    first run with a config waits for its result, and so notices every error. Report errors that JAX raises when the
+    result of a later run is read with `selector.withdraw`. With `cache_miss_fallback="background"`, a tune begins after
+    the call that needs it has run.
 
     If a config from memory, the store or a tune raises, the next best of its tune runs, and so on until one raises the
     same type of error; then the heuristic's config. If one of them works, its result is returned and the winner runs
-    again: if it fails again, it is withdrawn for a while, and a `winner_failed` event says so. If none works, or an
+    again. If the winner fails again, it is withdrawn for a while, with a `winner_failed` event. If none works, or an
     argument was donated and cannot be used again, the first error is raised and nothing is withdrawn.
     """
 
     def __init__(self, selector: ConfigSelectorChain[Cfg, Out], *, jit: bool = True) -> None:
         if not hasattr(selector, "answer_from_memory"):
             kind = type(selector).__name__
-            advice = "; a BlockingExecutor runs what it chooses" if kind == "BlockingSelector" else ""
+            advice = "; use a BlockingExecutor with it" if kind == "BlockingSelector" else ""
             raise InvalidRequestError(f"Executor: a {kind} is not a ConfigSelectorChain{advice}")
         self.selector = selector
         self._runs = Runs(selector.keep_programs() if jit else Programs(), jit=jit)
@@ -67,49 +66,51 @@ class Executor(Generic[Cfg, Out]):
     async def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Run `kernel` with `cfg`, or with the config that the chain chooses, and return its result.
 
-        A caller that is cancelled leaves its run to its thread.
+        If the caller is cancelled, a run in a thread continues without it.
 
         Raises:
-            NoConfigError: every tier declined; and what else `choose` raises.
-            Exception: what the kernel raises.
+            NoConfigError: every tier declined. `choose` lists the other errors.
+            Exception: the kernel raised it.
         """
-        call_keywords = taken_from(kwargs) if kwargs else None
+        call_keywords = pop_call_keywords(kwargs) if kwargs else None
         prepare = getattr(kernel, "prepare", None)
         if prepare is not None and getattr(prepare, "__func__", None) is not _NO_PREPARE:
             prepared = self._preparation.prepare_if_quick(kernel, prepare, args, kwargs)
             args, kwargs = prepared or await self._preparation.prepare(kernel, prepare, args, kwargs)
         if cfg is None and call_keywords is None and (warm := self._find_warm(kernel, args, kwargs)) is not None:
-            chosen = self.selector.answer_from_memory(warm.known)
+            chosen = self.selector.answer_from_memory(warm.resolved)
             if chosen is not None:
                 runnable = warm.runnable
                 direct = runnable.direct
-                is_its = chosen is runnable.cfg and (direct is not None or runnable.serves(kernel))
-                if not is_its or not warm.is_quick:
+                is_current = chosen is runnable.cfg and (direct is not None or runnable.serves(kernel))
+                if not is_current or not warm.is_quick:
                     return await self._run_warm(warm, kernel, args, kwargs, chosen)
                 start = time.perf_counter()
                 try:
                     out: Out = runnable(args, kwargs) if direct is None else direct(*args)
                 except Exception as error:
-                    return await self._recover(warm.known, kernel, args, kwargs, chosen, error)
+                    return await self._recover(warm.resolved, kernel, args, kwargs, chosen, error)
                 if time.perf_counter() - start >= QUICK_S:
                     warm.is_quick = False
                     runnable.note_run(warm.token, False)
-                self._faults.clear_suspect(warm.known)
+                self._faults.clear_suspect(warm.resolved)
                 return out
         inv: Invocation[Cfg, Out] = invocation_of(kernel, args, kwargs, cfg, call_keywords)
         selection, ran = await self._select_and_run(inv, kernel)
-        known = self.selector.resolve(inv, kernel)
+        resolved = self.selector.resolve(inv, kernel)
         if ran.error is None:
             if cfg is None and call_keywords is None:
-                self._warm_up(inv, kernel, known, program_signature(inv, kernel))
-            self._faults.clear_suspect(known)
+                self._remember_warm(inv, kernel, resolved, program_signature(inv, kernel))
+            self._faults.clear_suspect(resolved)
             return cast(Out, ran.out)
-        if selection.tier in ("override", "overlay", "heuristics") or known.traced:
+        if selection.tier in ("override", "overlay", "heuristics") or resolved.traced:
             raise ran.error
-        return cast(Out, await self._faults.fall_back(inv, kernel, known, selection, ran.error))
+        return cast(Out, await self._faults.fall_back(inv, kernel, resolved, selection, ran.error))
 
-    async def _select_and_run(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> tuple[Selection[Cfg], Ran]:
-        """Choose and run; a background tune of this key begins only after the run, which has the cores until then."""
+    async def _select_and_run(
+        self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]
+    ) -> tuple[Selection[Cfg], RunResult]:
+        """Choose and run. A background tune of this key begins after the run, which needs the cores until then."""
         later: list[Callable[[], None]] = []
         try:
             after_run.set(later)
@@ -117,8 +118,8 @@ class Executor(Generic[Cfg, Out]):
                 selection = await self.selector.select(inv, kernel)
             finally:
                 after_run.set(None)
-            known = self.selector.resolve(inv, kernel)
-            return selection, await self._runs.run(inv, kernel, known, selection.cfg)
+            resolved = self.selector.resolve(inv, kernel)
+            return selection, await self._runs.run(inv, kernel, resolved, selection.cfg)
         finally:
             for begin_tune in later:  # even if nothing ran, because there was no config
                 begin_tune()
@@ -126,28 +127,30 @@ class Executor(Generic[Cfg, Out]):
     def nowait(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Run `kernel` in the calling thread with the config of `choose_nowait`. Safe while JAX traces.
 
-        Nothing is withdrawn: the kernel's exceptions are raised.
+        The kernel's exceptions are raised, and nothing is withdrawn.
         """
-        call_keywords = taken_from(kwargs) if kwargs else None
+        call_keywords = pop_call_keywords(kwargs) if kwargs else None
         prepare = getattr(kernel, "prepare", None)
         if prepare is not None and getattr(prepare, "__func__", None) is not _NO_PREPARE:
             args, kwargs = prepare(*args, **kwargs)
             args = tuple(args)
         chosen: Cfg | None = None
         if cfg is None and call_keywords is None and (warm := self._find_warm(kernel, args, kwargs)) is not None:
-            runnable, chosen = warm.runnable, self.selector.answer_from_memory(warm.known)
+            runnable, chosen = warm.runnable, self.selector.answer_from_memory(warm.resolved)
             if chosen is runnable.cfg and ((direct := runnable.direct) is not None or runnable.serves(kernel)):
                 try:
                     return runnable(args, kwargs) if direct is None else direct(*args)  # type: ignore[no-any-return]
                 except Exception as error:
-                    return self._recover_here(invocation_of(kernel, args, kwargs, None, None), kernel, chosen, error)
+                    return self._recover_for_nowait(
+                        invocation_of(kernel, args, kwargs, None, None), kernel, chosen, error
+                    )
         inv: Invocation[Cfg, Out] = invocation_of(kernel, args, kwargs, cfg, call_keywords)
         if chosen is None:
-            chosen = self._choose_here(inv, kernel)
-        known = self.selector.resolve(inv, kernel)
-        if known.traced:
-            return cast(Out, bind(kernel, inv, known.platform, chosen)(*inv.args, **inv.kwargs))
-        runnable, token = self._runs.runnable(inv, kernel, known, chosen), program_signature(inv, kernel)
+            chosen = self._choose_for_nowait(inv, kernel)
+        resolved = self.selector.resolve(inv, kernel)
+        if resolved.traced:
+            return cast(Out, bind(kernel, inv, resolved.platform, chosen)(*inv.args, **inv.kwargs))
+        runnable, token = self._runs.runnable(inv, kernel, resolved, chosen), program_signature(inv, kernel)
         try:
             if runnable.is_quick(token) is None:
                 out = runnable.first_run(args, kwargs)
@@ -155,19 +158,21 @@ class Executor(Generic[Cfg, Out]):
             else:
                 out = runnable(args, kwargs)
         except Exception as error:
-            return self._recover_here(inv, kernel, chosen, error)
+            return self._recover_for_nowait(inv, kernel, chosen, error)
         if cfg is None and call_keywords is None:
-            self._warm_up(inv, kernel, known, token)
+            self._remember_warm(inv, kernel, resolved, token)
         return cast(Out, out)
 
-    def _choose_here(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
+    def _choose_for_nowait(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         return self.selector.choose_nowait(inv, kernel)
 
-    def _recover_here(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], cfg: Cfg, error: Exception) -> Out:
+    def _recover_for_nowait(
+        self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], cfg: Cfg, error: Exception
+    ) -> Out:
         raise error
 
     async def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
-        """Return the config that a call would run with, and run nothing.
+        """Return the config that a call would run with, without running the kernel.
 
         Raises what `choose` raises.
         """
@@ -179,14 +184,14 @@ class Executor(Generic[Cfg, Out]):
         """Return a plain jitted function that runs `kernel` with the config of this example call.
 
         It takes the arguments that the kernel's user would pass, and is compiled for those of the example, which may
-        be shapes. Arguments without arrays are static. It knows of no selector: another shape compiles again, with the
-        same config; the kernel's `prepare` is part of the program.
+        be shapes. Arguments without arrays are static. It does not use the selector: another shape compiles again, with
+        the same config. The kernel's `prepare` is part of the program.
 
         Raises:
             InvalidRequestError: an argument can be neither a pytree of arrays nor a static value.
-            Exception: what `choose` raises, and what the kernel raises when it is traced.
+            Exception: `choose` raised it, or the kernel while it was traced.
         """
-        call_keywords = taken_from(example_kwargs) if example_kwargs else None
+        call_keywords = pop_call_keywords(example_kwargs) if example_kwargs else None
         inv, selection = await self._select(kernel, example_args, {**example_kwargs, **(call_keywords or {})}, cfg)
         platform = self.selector.resolve(inv, kernel).platform
         prepare = own_prepare(kernel)
@@ -203,13 +208,13 @@ class Executor(Generic[Cfg, Out]):
     async def _select(
         self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
     ) -> tuple[Invocation[Cfg, Out], Selection[Cfg]]:
-        call_keywords = taken_from(kwargs)
+        call_keywords = pop_call_keywords(kwargs)
         if (prepare := own_prepare(kernel)) is not None:
             args, kwargs = await self._preparation.prepare(kernel, prepare, args, kwargs)
         inv: Invocation[Cfg, Out] = invocation_of(kernel, args, kwargs, cfg, call_keywords)
         return inv, await self.selector.select(inv, kernel)
 
-    # The fast lane: a signature that memory has answered and that has run.
+    # The warm path, for signatures that memory has answered before and that have run.
 
     def _find_warm(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Warm | None:
         try:
@@ -218,50 +223,50 @@ class Executor(Generic[Cfg, Out]):
             return None
         return self._warm.young.get(token) or self._warm.get(token)
 
-    def _warm_up(self, inv: Any, kernel: Any, known: Resolved[Any], token: Any) -> None:
-        """Have the next call of this signature take the fast lane, if memory answers it."""
-        if known.memory_answer is None or known.traced or getattr(kernel, "key_builder", None) is not None:
+    def _remember_warm(self, inv: Any, kernel: Any, resolved: Resolved[Any], token: Any) -> None:
+        """Have the next call of this signature take the warm path, if memory answers it."""
+        if resolved.memory_answer is None or resolved.traced or getattr(kernel, "key_builder", None) is not None:
             return
-        runnable = self._runs.compiled(known, known.memory_answer.cfg)
+        runnable = self._runs.compiled(resolved, resolved.memory_answer.cfg)
         if token is not None and runnable is not None:
-            runnable.cfg = known.memory_answer.cfg  # the same object, so that the two are compared by identity
-            self._warm.put(token, _Warm(token, known, runnable))
+            runnable.cfg = resolved.memory_answer.cfg  # the same object, since the warm path compares by identity
+            self._warm.put(token, _Warm(token, resolved, runnable))
 
     async def _run_warm(self, warm: _Warm, kernel: Any, args: Any, kwargs: Any, cfg: Any) -> Out:
-        known, runnable = warm.known, warm.runnable
+        resolved, runnable = warm.resolved, warm.runnable
         if cfg is not runnable.cfg or not runnable.serves(kernel):
-            runnable = self._runs.runnable(invocation_of(kernel, args, kwargs, None, None), kernel, known, cfg)
+            runnable = self._runs.runnable(invocation_of(kernel, args, kwargs, None, None), kernel, resolved, cfg)
             runnable.cfg = cfg
             warm.runnable = runnable
-        ran = await self._runs.run_one(runnable, warm.token, known, args, kwargs)
+        ran = await self._runs.run_one(runnable, warm.token, resolved, args, kwargs)
         if ran.error is None:
             warm.is_quick = warm.runnable is runnable and bool(runnable.is_quick(warm.token))
-            self._faults.clear_suspect(known)
+            self._faults.clear_suspect(resolved)
             return cast(Out, ran.out)
-        return await self._recover(known, kernel, args, kwargs, cfg, ran.error)
+        return await self._recover(resolved, kernel, args, kwargs, cfg, ran.error)
 
     async def _recover(
-        self, known: Resolved[Any], kernel: Any, args: Any, kwargs: Any, cfg: Any, error: Exception
+        self, resolved: Resolved[Any], kernel: Any, args: Any, kwargs: Any, cfg: Any, error: Exception
     ) -> Out:
         inv: Invocation[Cfg, Out] = invocation_of(kernel, args, kwargs, None, None)
-        selection = self._selection(inv, kernel, known, cfg)
-        return cast(Out, await self._faults.fall_back(inv, kernel, known, selection, error))
+        selection = self._memory_selection(inv, kernel, resolved, cfg)
+        return cast(Out, await self._faults.fall_back(inv, kernel, resolved, selection, error))
 
-    def _selection(self, inv: Any, kernel: Any, known: Resolved[Any], cfg: Any) -> Selection[Any]:
-        """Return the memory tier's full answer, of which the fast lane has only the config."""
-        checksum = known.checksum(objective_of(self.selector.policy), known.listing(inv, kernel))
-        found = self.selector.cache.peek(known.key, checksum)
+    def _memory_selection(self, inv: Any, kernel: Any, resolved: Resolved[Any], cfg: Any) -> Selection[Any]:
+        """Return the memory tier's full answer; the warm path has only its config."""
+        checksum = resolved.checksum(objective_of(self.selector.policy), resolved.listing(inv, kernel))
+        found = self.selector.cache.peek(resolved.key, checksum)
         report = found.provenance.report if isinstance(found, Hit) else None
-        return Selection(cfg, "memory", known.key, checksum, report, {})
+        return Selection(cfg, "memory", resolved.key, checksum, report, {})
 
 
 class _Warm:
-    """A signature that memory answers, with the program that runs it, for every kernel that has it."""
+    """A signature that memory answers, with its program, for all kernels that share the signature."""
 
-    __slots__ = ("is_quick", "known", "runnable", "token")
+    __slots__ = ("is_quick", "resolved", "runnable", "token")
 
-    def __init__(self, token: Any, known: Resolved[Any], runnable: Runnable) -> None:
+    def __init__(self, token: Any, resolved: Resolved[Any], runnable: Runnable) -> None:
         self.token = token
-        self.known = known
+        self.resolved = resolved
         self.runnable = runnable
         self.is_quick = bool(runnable.is_quick(token))

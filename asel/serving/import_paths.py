@@ -1,4 +1,4 @@
-"""Import paths of objects, for other processes: `package.module:name`."""
+"""Import paths of objects, for use in other processes: `package.module:name`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["imported", "imported_kernel", "kernel_path", "path_of"]
 
 
 def path_of(value: Any) -> str | None:
-    """Return the path under which `value` itself is found; None if there is none."""
+    """Return the path that leads to `value` itself; None if there is none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if isinstance(value, enum.Enum):
         module, name = type(value).__module__, f"{type(value).__qualname__}.{value.name}"
@@ -25,8 +25,8 @@ def path_of(value: Any) -> str | None:
 
 
 def kernel_path(kernel: Any) -> str | None:
-    """Return the path of a kernel, or of its class if called without arguments it makes an equal one."""
-    fn = getattr(kernel, "fn", None)  # a kernel from the decorator has its function's name
+    """Return the path of a kernel, or of its class if the class makes an equal kernel without arguments."""
+    fn = getattr(kernel, "fn", None)  # a kernel from the decorator takes the name of its function
     for named in (fn, type(kernel)):
         module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(name, str):
@@ -41,7 +41,7 @@ def imported(path: str) -> Any:
     """Return the object at an import path.
 
     Raises:
-        InvalidRequestError: there is none.
+        InvalidRequestError: there is no such object.
     """
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
@@ -53,7 +53,7 @@ def imported(path: str) -> Any:
     except (ImportError, AttributeError) as error:
         advice = ""
         if module == "__main__":
-            advice = "; it was written by another program, so put the kernel into a module that both can import"
+            advice = "; another program wrote it, so put the kernel into a module that both can import"
         raise InvalidRequestError(f"{path!r} cannot be imported: {error}{advice}") from error
 
 
@@ -61,7 +61,7 @@ def imported_kernel(path: str) -> Any:
     """Return the kernel at an import path, or an instance of the kernel class there.
 
     Raises:
-        InvalidRequestError: there is none.
+        InvalidRequestError: there is no kernel.
     """
     found = imported(path)
     is_class = isinstance(found, type)
@@ -78,7 +78,7 @@ def imported_kernel(path: str) -> Any:
 
 
 def _found(module: str, name: str) -> Any:
-    """Return what a loaded module has under a name, without running anything."""
+    """Return the object that a loaded module has under a name, without importing anything; None if there is none."""
     try:
         return functools.reduce(getattr, name.split("."), sys.modules[module])
     except (KeyError, AttributeError):
@@ -93,11 +93,11 @@ def _makes_equal(cls: Any, kernel: Any) -> bool:
 
 
 def _path_of_variable(value: Any) -> str | None:
-    """Return the path of a variable that holds `value`: of its class's module, or else of any."""
+    """Return the path of a variable that holds `value`, in the module of its class or else in any other."""
     home = type(value).__module__
     modules = sorted(sys.modules, key=lambda name: (name != home, name == "__main__", name))
     for module in modules:
-        # By `vars`, because reading an attribute of a lazy module would import its parts.
+        # Read `__dict__`, because reading an attribute of a lazy module would import its parts.
         variables = getattr(sys.modules.get(module), "__dict__", {})
         for name, found in list(variables.items()):
             if found is value:
@@ -106,6 +106,6 @@ def _path_of_variable(value: Any) -> str | None:
 
 
 def _importable(module: str) -> str:
-    """Return the name that other programs import a module by: `python -m` calls it `__main__`."""
+    """Return the name by which other programs import a module, which `python -m` calls `__main__`."""
     spec = getattr(sys.modules.get(module), "__spec__", None)
     return module if spec is None or module != "__main__" else str(spec.name)

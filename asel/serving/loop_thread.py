@@ -1,4 +1,4 @@
-"""An event loop in its own thread, with a context manager open in it, for code that has no loop."""
+"""An event loop in its own thread, with an open context manager, for code without a loop."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["LoopThread"]
 
 T = TypeVar("T")
 _AT_EXIT_S = 10.0
-"""How long the end of the program waits for a loop that was not stopped; closing a selector takes less."""
+"""How long the end of the program waits for each loop that is still running; closing a selector takes less."""
 _SIGNAL_CHECK_S = 0.5
-"""How long a wait can miss Ctrl-C: a signal that arrives just before Python blocks on a lock does not interrupt it."""
+"""How often a wait checks for Ctrl-C: a signal just before Python blocks on a lock does not interrupt the lock."""
 
 
 class LoopThread:
     """Runs an event loop in a daemon thread, inside the block that `held` opens, until it is stopped.
 
-    If it is not stopped, the end of the program stops it, after Python has waited for all non-daemon threads. `hurry`
-    is called before, if Ctrl-C ended the program.
+    At the end of the program it is stopped, after Python has waited for all non-daemon threads. If Ctrl-C ended the
+    program, `hurry` is called first.
 
     Raises:
         BaseException: `held` raised it while opening.
@@ -61,7 +61,7 @@ class LoopThread:
             anyio.run(self._serve, backend=backend)
         except BaseException as error:
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-                error = error.exceptions[0]  # what was raised in the portal's task group
+                error = error.exceptions[0]  # the portal's task group wraps errors
             if not self._opened.done():
                 self._opened.set_exception(error)
             self._ended.set_exception(error)
@@ -84,7 +84,7 @@ class LoopThread:
         if os.getpid() != self._pid:
             raise InvalidRequestError("this selector was opened before a fork; open one in each process")
         if threading.current_thread() is self._thread:
-            raise InvalidRequestError("asked on the selector's own event loop, which cannot wait; use choose_nowait")
+            raise InvalidRequestError("called on the selector's own event loop, which cannot wait; use choose_nowait")
         try:
             future: Future[T] = self._start(partial(self._portal.start_task_soon, function, *args))
         except RuntimeError:
@@ -99,17 +99,17 @@ class LoopThread:
         try:
             return start()
         except RuntimeError:
-            # The loop has ended; or both are trio's, which lets no task of one loop call into another from its thread.
+            # The loop has ended, or both loops are trio's: a task of one cannot call into the other from its thread.
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(context_for_another_loop().run, start).result()
 
     def run_soon(self, work: Callable[[], object]) -> None:
-        """Run `work` in the loop before what is called there later, unless the loop has ended; waits for nothing."""
+        """Run `work` in the loop, before later calls, without waiting for it; do nothing if the loop has ended."""
         if (loop := self._loop) is not None:
             loop.post(work)
 
     def stop(self) -> None:
-        """Tell the loop to close what it holds, and to end. Waits for nothing: the garbage collector may call it."""
+        """Have the loop close `held` and end. Does not wait, since the garbage collector may call it."""
         if (loop := self._loop) is not None:
             loop.post(self._stop.set)
 
@@ -127,7 +127,7 @@ def _result(future: Future[T], timeout_s: float | None = None) -> T:
     """Return the result of a future, or raise its error; Ctrl-C ends the wait.
 
     Raises:
-        TimeoutError: there was none within `timeout_s`.
+        TimeoutError: there was no result within `timeout_s`.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0 and not future.done():
@@ -142,7 +142,7 @@ _running: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     running = list(_running)
-    was_interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt  # nothing caught it
+    was_interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt  # no code caught it
     for loop in running:
         if was_interrupted:
             loop.hurry()

@@ -1,4 +1,4 @@
-"""Runs a kernel's `prepare`: in a thread at first, since it may compile, then on the loop once it proved quick."""
+"""Runs a kernel's `prepare`: in a thread at first, since it may compile, and on the loop once it was quick."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def own_prepare(kernel: Any) -> Callable[..., Any] | None:
 
 
 def prepared(prepare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return the arguments as the kernel prepares them. If some are shapes, it is traced, and makes shapes of them."""
+    """Return the arguments as the kernel prepares them. If some are shapes, `prepare` is traced, and returns shapes."""
     if _has_shapes(args, kwargs):
         return _prepared_shapes(prepare, args, kwargs)
-    made, keywords = prepare(*args, **kwargs)
-    return tuple(made), keywords
+    positional, keywords = prepare(*args, **kwargs)
+    return tuple(positional), keywords
 
 
 def _has_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -66,7 +66,7 @@ def _prepared_shapes(prepare: Callable[..., Any], args: tuple[Any, ...], kwargs:
     for place, leaf in enumerate(made):
         if isinstance(leaf, jax.core.Tracer):
             shape = next(shapes)
-            made[place] = unchanged.get(id(leaf), shape)  # with the sharding of the argument
+            made[place] = unchanged.get(id(leaf), shape)  # an argument that is returned unchanged keeps its sharding
     prepared_args, keywords = jax.tree_util.tree_unflatten(structure, made)
     return tuple(prepared_args), keywords
 
@@ -75,7 +75,7 @@ class Preparation:
     """Prepares the arguments of calls."""
 
     def __init__(self) -> None:
-        # By signature: whether the last time took less than a millisecond.
+        # By signature: whether the last run took less than a millisecond.
         self._was_quick: BoundedMemo[bool] = BoundedMemo(_MAX_SIGNATURES)
 
     async def prepare(
@@ -89,7 +89,7 @@ class Preparation:
     def prepare_if_quick(
         self, kernel: Any, prepare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """Return the arguments as the kernel prepares them; None if that may take long."""
+        """Return the arguments as the kernel prepares them; None if that may take longer than a millisecond."""
         try:
             token = signature(kernel, args, kwargs, for_program=True)
         except (UnstableKeyError, RecursionError):

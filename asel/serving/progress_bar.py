@@ -15,7 +15,7 @@ __all__ = ["progress_bar"]
 
 @contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Callable[[BatchProgress], None]]:
-    """Show a bar while the block runs; give the function that moves it."""
+    """Show a bar during the block; yields the function that moves it."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console or Console(stderr=True)) as shown:
         task = shown.add_task("", total=None)

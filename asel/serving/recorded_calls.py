@@ -1,4 +1,4 @@
-"""Recorded calls in a file: one call a line, to be read, edited and tuned by another program.
+"""Files of recorded calls: one call on each line, for people to edit and for another program to tune.
 
 A line is JSON: `{"kernel": "package.module:name", "call": "q=bf16[8,1024,128], causal=True", "seen": 3}`. If the
 text of a call leaves something out, the line also has `args` and `kwargs`, and `call` is only for the reader.
@@ -30,7 +30,7 @@ from asel.serving.value_codec import decoded, encoded
 __all__ = ["CallsFile", "load_invocations", "read_calls", "save_invocations", "write_calls"]
 
 
-# Text may have them, as `os.fsdecode` makes them of file names; UTF-8 has none.
+# Strings may contain them, for instance from `os.fsdecode`, but UTF-8 cannot encode them.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -46,8 +46,8 @@ class CallsFile:
 def save_invocations(path: str | os.PathLike[str], dev: str | None = None) -> CallsFile:
     """Write the recorded calls of one device, or of all, to a file that `load_invocations` reads.
 
-    The file has kernels by import path, arrays by shape, and every other value; no devices, so another machine may
-    tune them. Calls that cannot be written are left out, and an `UntunedWarning` names them.
+    The file has kernels by import path, arrays by shape, and all other values. It has no devices, so another machine
+    may tune the calls. Calls that cannot be written are left out, and an `UntunedWarning` names them.
     """
     written = write_calls(path, recorded_calls(dev))
     _warn_of(written, f"not written to {written.path}")
@@ -57,10 +57,10 @@ def save_invocations(path: str | os.PathLike[str], dev: str | None = None) -> Ca
 def load_invocations(path: str | os.PathLike[str]) -> CallsFile:
     """Record the calls of a file, for this machine's device and the JAX settings in force.
 
-    Imports the modules of their kernels. A line that cannot be read costs itself alone; an `UntunedWarning` names it.
+    Imports the modules of their kernels. A line that cannot be read is left out, and an `UntunedWarning` names it.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file cannot be read.
     """
     read = read_calls(path)
     for call in read.calls:
@@ -77,7 +77,7 @@ def _warn_of(file: CallsFile, what: str) -> None:
 
 
 def write_calls(path: str | os.PathLike[str], calls: Iterable[RecordedCall]) -> CallsFile:
-    """Write calls to a file in one step, so that a reader finds either the old ones or the new."""
+    """Write calls to a file atomically, so that a reader finds either the old calls or the new ones."""
     path, written, skipped, lines = Path(path), [], [], []
     for call in calls:
         try:
@@ -95,9 +95,9 @@ def write_calls(path: str | os.PathLike[str], calls: Iterable[RecordedCall]) -> 
 
 
 def read_calls(path: str | os.PathLike[str]) -> CallsFile:
-    """Return the calls of a file without recording them; `load_invocations` says the rest."""
+    """Return the calls of a file without recording them; see `load_invocations`."""
     path, read, skipped, keys = Path(path), [], [], KeyMemo()
-    # Not `splitlines`: JSON leaves U+2028 and others as they are within strings.
+    # Not `splitlines`, which also splits at U+2028 and other characters that JSON strings may contain.
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if not line.strip():
             continue
@@ -105,7 +105,7 @@ def read_calls(path: str | os.PathLike[str]) -> CallsFile:
             read.append(_call_of(line, keys))
         except AselError as error:
             skipped.append(f"line {number}: {redact(error)}")
-        except Exception as error:  # of a kernel, as it is made or asked
+        except Exception as error:  # raised by the kernel's class, or by the kernel
             skipped.append(f"line {number}: {type(error).__name__}: {redact(error)}")
     return CallsFile(path, tuple(read), tuple(skipped))
 
@@ -115,14 +115,18 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _line_of(call: RecordedCall) -> dict[str, Any]:
-    """Return a call as its line, after a look at whether it reads back as the same."""
+    """Return the line of a call, if it can be read back as the same call.
+
+    Raises:
+        InvalidRequestError: the call cannot be written.
+    """
     inv, kernel = call.invocation, call.kernel
     if inv.method is not None:
-        raise InvalidRequestError(f"it runs under {inv.method}, and a file holds no mesh")
+        raise InvalidRequestError(f"it runs under {inv.method}, and a file cannot hold a mesh")
     if call.settings is not None and with_settings(call.settings, settings_form) != settings_form():
-        raise InvalidRequestError("it was seen under other JAX settings or another mesh; save it under the same")
+        raise InvalidRequestError("it was seen under other JAX settings or another mesh; save it under those")
     if (path := kernel_path(kernel)) is None:
-        advice = "make it a variable of a module, or its class one that needs no arguments"
+        advice = "assign it to a variable of a module, or give its class defaults for all arguments"
         raise InvalidRequestError(f"its kernel, a {type(kernel).__name__}, has no import path; {advice}")
     text = call_text(inv, kernel)
     line = {"kernel": path, "call": text, "seen": call.seen}
@@ -149,10 +153,10 @@ def _call_of(line: str, keys: KeyMemo) -> RecordedCall:
     except ValueError as error:
         raise InvalidRequestError(f"it is not JSON: {error}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("kernel"), str):
-        raise InvalidRequestError('a line has at least {"kernel": "package.module:name", "call": "x=f32[8,128]"}')
+        raise InvalidRequestError('a line needs at least {"kernel": "package.module:name", "call": "x=f32[8,128]"}')
     seen = facts.get("seen", 1)
     if type(seen) is not int or seen < 1:
-        raise InvalidRequestError(f'"seen" is {seen!r}, and not how often the call was seen')
+        raise InvalidRequestError(f'"seen" is {seen!r}; it must be the number of times that the call was seen')
     kernel = imported_kernel(facts["kernel"])
     inv = _invocation(facts, kernel)
     return RecordedCall(keys.resolve(inv, kernel).key, kernel, inv, seen, current_settings())
@@ -165,7 +169,7 @@ def _invocation(facts: dict[str, Any], kernel: Any) -> Invocation[Any, Any]:
         return parse_call(text, kernel)
     args, kwargs = facts.get("args", []), facts.get("kwargs", {})
     if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise InvalidRequestError('"args" is a list and "kwargs" an object')
+        raise InvalidRequestError('"args" must be a list and "kwargs" an object')
     return Invocation(
         kernel.op_id, tuple(decoded(arg) for arg in args), {name: decoded(value) for name, value in kwargs.items()}
     )

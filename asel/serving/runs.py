@@ -1,4 +1,4 @@
-"""Runs a kernel with one config: in a thread while it may compile, on the loop once it is known to be quick."""
+"""Runs a kernel with one config: in a thread while it may compile, and on the loop once it was quick."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from asel.runtime.jax_settings import current_settings, with_settings
 from asel.runtime.threads import run_in_thread
 from asel.tuning.runnable import Programs, Runnable
 
-__all__ = ["QUICK_S", "Ran", "Runs", "in_a_thread", "program_signature", "timed"]
+__all__ = ["QUICK_S", "RunResult", "Runs", "in_a_thread", "program_signature", "timed"]
 
 QUICK_S = 1e-3
-"""Seconds. After a run that took less, the next one happens in the caller's own thread."""
+"""Seconds. After a run that took less, the next one is in the caller's thread."""
 _MAX_THREADS = 40
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("asel_executor_threads")
 
 
-class Ran(NamedTuple):
-    """The end of a run: its result or its error, and its duration."""
+class RunResult(NamedTuple):
+    """A run that has ended: its result or its error, and its duration."""
 
     out: Any
     error: Exception | None
@@ -37,64 +37,66 @@ class Ran(NamedTuple):
 
 
 class Runs:
-    """Runs calls with configs, and keeps the runnables: with `jit`, the compiled programs of a chain."""
+    """Runs calls with configs, and keeps the runnables; with `jit`, they are the compiled programs of a chain."""
 
     def __init__(self, programs: Programs, *, jit: bool) -> None:
         self._programs = programs
         self._jits = jit
 
-    async def run(self, inv: Any, kernel: Any, known: Resolved[Any], cfg: Any) -> Ran:
-        if known.traced:
-            return timed(partial(bind(kernel, inv, known.platform, cfg), *inv.args, **inv.kwargs))
+    async def run(self, inv: Any, kernel: Any, resolved: Resolved[Any], cfg: Any) -> RunResult:
+        if resolved.traced:
+            return timed(partial(bind(kernel, inv, resolved.platform, cfg), *inv.args, **inv.kwargs))
         token = program_signature(inv, kernel)
-        return await self.run_one(self.runnable(inv, kernel, known, cfg), token, known, inv.args, inv.kwargs)
+        return await self.run_one(self.runnable(inv, kernel, resolved, cfg), token, resolved, inv.args, inv.kwargs)
 
-    async def run_one(self, runnable: Runnable, token: Any, known: Resolved[Any], args: Any, kwargs: Any) -> Ran:
+    async def run_one(
+        self, runnable: Runnable, token: Any, resolved: Resolved[Any], args: Any, kwargs: Any
+    ) -> RunResult:
         if is_quick := runnable.is_quick(token):
             ran = timed(partial(runnable, args, kwargs))
         else:
             is_first = is_quick is None
             run = partial(runnable.first_run if is_first else runnable, args, kwargs)
-            ran = await in_a_thread(f"running {known.key.op_id}", partial(timed, run, wait=is_first))
+            ran = await in_a_thread(f"running {resolved.key.op_id}", partial(timed, run, wait=is_first))
         if ran.error is None:
             runnable.note_run(token, ran.seconds < QUICK_S)
         return ran
 
-    def runnable(self, inv: Any, kernel: Any, known: Resolved[Any], cfg: Any) -> Runnable:
+    def runnable(self, inv: Any, kernel: Any, resolved: Resolved[Any], cfg: Any) -> Runnable:
         """Return the runnable of this call with `cfg`: one kept from an earlier call or a tune, or else a new one."""
-        key: Any = known
+        key: Any = resolved
         if getattr(kernel, "key_builder", None) is not None:
-            # Its key may stand for calls that compile apart.
+            # Calls that share a built key may need separate programs.
             if (token := program_signature(inv, kernel)) is None:
-                return Runnable(cfg, bind(kernel, inv, known.platform, cfg))
-            key = (known, token)
+                return Runnable(cfg, bind(kernel, inv, resolved.platform, cfg))
+            key = (resolved, token)
         runnable = self._programs.get(key, cfg)
         if runnable is not None and runnable.serves(kernel):
             return runnable
-        fn = bind(kernel, inv, known.platform, cfg, weakly=is_known_by_itself(kernel))
+        fn = bind(kernel, inv, resolved.platform, cfg, weakly=is_known_by_itself(kernel))
         if runnable is not None:
             runnable = runnable.serving(kernel, fn)
         else:
             runnable = Runnable.of(cfg, fn, inv.args, inv.kwargs) if self._jits else Runnable(cfg, fn)
             runnable.go_with(kernel)
-        self._programs.put(key, runnable)  # before it has run, so that callers of the same moment share it
+        self._programs.put(key, runnable)  # before it has run, so that concurrent callers share it
         return runnable
 
-    def compiled(self, known: Resolved[Any], cfg: Any) -> Runnable | None:
-        """Return the runnable that has run a signature with `cfg`, if it is still kept."""
-        return self._programs.get(known, cfg)
+    def compiled(self, resolved: Resolved[Any], cfg: Any) -> Runnable | None:
+        """Return the runnable that has run this signature with `cfg`; None if it is no longer kept."""
+        return self._programs.get(resolved, cfg)
 
 
 def program_signature(inv: Any, kernel: Any) -> tuple[Any, ...] | None:
-    """Return a tuple that differs for calls that JAX compiles apart; None if an argument has no stable identity."""
+    """Return a tuple that differs if JAX compiles calls separately; None if an argument has no stable identity."""
     try:
         return signature(kernel, inv.args, inv.kwargs, inv, for_program=True)
     except (UnstableKeyError, RecursionError):
         return None
 
 
-def timed(run: Callable[[], Any], *, wait: bool = False) -> Ran:
-    """Run, and take the time until it returns; with `wait`, block until the result is computed."""
+def timed(run: Callable[[], Any], *, wait: bool = False) -> RunResult:
+    """Call `run` and measure the time until it returns; with `wait`, block until the result is computed."""
     start = time.perf_counter()
     try:
         out = run()
@@ -102,8 +104,8 @@ def timed(run: Callable[[], Any], *, wait: bool = False) -> Ran:
         if wait and (jax := sys.modules.get("jax")) is not None:
             jax.block_until_ready(out)
     except Exception as error:
-        return Ran(None, error, time.perf_counter() - start)
-    return Ran(out, None, seconds)
+        return RunResult(None, error, time.perf_counter() - start)
+    return RunResult(out, None, seconds)
 
 
 async def in_a_thread(what: str, work: Callable[[], Any]) -> Any:
@@ -112,6 +114,6 @@ async def in_a_thread(what: str, work: Callable[[], Any]) -> Any:
         limiter = _threads.get()
     except LookupError:
         _threads.set(limiter := anyio.CapacityLimiter(_MAX_THREADS))
-    here = partial(with_settings, current_settings(), work)
+    work = partial(with_settings, current_settings(), work)
     async with limiter:
-        return await run_in_thread(what, here)
+        return await run_in_thread(what, work)

@@ -1,6 +1,6 @@
-"""The arguments of a call as JSON: arrays by shape and dtype, all else by value or import path.
+"""The arguments of a call as JSON: arrays by shape and dtype, and everything else by value or import path.
 
-What JSON has stands for itself: None, booleans, numbers, text and lists. Everything else is an object with one tag:
+None, booleans, numbers, text and lists stand for themselves. Everything else is an object with one tag:
 `{"array": "f32[8,128]"}`, `{"tuple": [...]}`, `{"dict": {...}}`, `{"items": [[key, value], ...]}`, `{"dtype": "bf16"}`,
 `{"float": "inf"}`, `{"complex": "1+2j"}`, `{"bytes": "00ff"}`, `{"import": "package.module:name"}` for functions,
 classes and enum members, `{"partial": function, "args": [...], "kwargs": {...}}`, and
@@ -39,7 +39,7 @@ def encoded(value: Any, path: str) -> Any:
         return value
     if type(value) is str:
         if redact(value) != value:
-            raise InvalidRequestError(f"{path} is text with a secret in it")
+            raise InvalidRequestError(f"{path} is text that contains a secret")
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
@@ -72,7 +72,7 @@ def encoded(value: Any, path: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Return the value that `encoded` has written.
+    """Return the value that `encoded` wrote.
 
     Raises:
         InvalidRequestError: `value` is not in the form that `encoded` writes.
@@ -121,9 +121,9 @@ def _of_tag(value: dict[str, Any]) -> Any:
         case {"make": str(path), "fields": dict(fields)}:
             cls = imported(path)
             if _fields_of(cls) is None:
-                raise InvalidRequestError(f"{path!r} is not a dataclass or a named tuple, and nothing else is made")
+                raise InvalidRequestError(f"{path!r} is not a dataclass or a named tuple")
             return cls(**{name: decoded(field) for name, field in fields.items()})
-    raise InvalidRequestError(f"{value!r} has no tag that is known: {', '.join(_TAGS)}")
+    raise InvalidRequestError(f"{value!r} has none of the tags {', '.join(_TAGS)}")
 
 
 _TAGS = ("array", "tuple", "dict", "items", "dtype", "float", "complex", "bytes", "import", "partial", "make")

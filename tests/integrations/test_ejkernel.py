@@ -43,8 +43,8 @@ jax.config.update("jax_compilation_cache_dir", _compilation_cache_dir)
 
 
 @pytest.fixture(autouse=True)
-def _first_call_is_behind_us():
-    """Asel learns of JAX and of the machine at its first call; what that costs the loop is a test of its own."""
+def _first_call_was_made():
+    """asel reads facts about JAX and the machine at its first call; another test covers its cost on the loop."""
     call_key(asel.Invocation("first", (), {}))
     device_fingerprint()
 
@@ -98,8 +98,8 @@ def invocation(x=None, op_id="scale", **fields):
 # Kernels.
 
 
-def test_an_ejkernel_kernel_is_selected_for_and_tuned(real_backend):
-    """A kernel and an invocation of ejKernel's classes go through the tiers as asel's own do."""
+def test_an_ejkernel_kernel_is_tuned(real_backend):
+    """Kernels and invocations of ejKernel's classes pass through the tiers as asel's own do."""
     bench, kernel = Chain(), Scale()
 
     async def main():
@@ -128,8 +128,8 @@ def test_an_ejkernel_kernel_really_runs(real_backend):
     assert selection.report.outcomes[1].message == "not divisible"
 
 
-def test_an_ejkernel_kernel_is_run_with_what_was_chosen(real_backend):
-    """By asel's Executor, unchanged; and around a winner that fails, as any other."""
+def test_an_executor_runs_an_ejkernel_kernel(real_backend):
+    """Unchanged, and with another config if a winner fails."""
 
     class Picky(Scale):
         def run(self, x, *, factor=1.0, cfg):
@@ -148,13 +148,13 @@ def test_an_ejkernel_kernel_is_run_with_what_was_chosen(real_backend):
 
 
 def test_an_invocation_has_ejkernels_fields_in_ejkernels_order():
-    """Code written for the ancestor constructs ours by position."""
+    """Code written for ejKernel constructs asel's invocations by position."""
     names = [field.name for field in fields(ejops.Invocation)]
     assert [field.name for field in fields(asel.Invocation)] == names
 
 
-def test_both_kinds_of_invocation_are_one_call(real_backend):
-    """An invocation is known by what is in it: ejKernel's and asel's, of the same arguments, share their tune."""
+def test_both_kinds_of_invocation_share_a_key(real_backend):
+    """Invocations of ejKernel and asel with the same arguments share their tune."""
     bench, kernel, x = Chain(), Scale(), jnp.ones((4, 8))
 
     async def main():
@@ -168,7 +168,7 @@ def test_both_kinds_of_invocation_are_one_call(real_backend):
 
 
 def test_the_kernels_version_is_part_of_its_name(real_backend):
-    """Raising an ejKernel kernel's version makes what was tuned before no longer apply."""
+    """Raising an ejKernel kernel's version makes earlier configs stale."""
     bench = Chain()
 
     class Newer(Scale):
@@ -208,7 +208,7 @@ class WithInstanceAttribute(Scale):
 
 @pytest.mark.parametrize("kind", [WithFunction, WithBareFunction, WithMethod, WithInstanceAttribute])
 def test_the_kernels_key_builder_is_used(kind, real_backend):
-    """A `key_builder`, however it was attached, says what the answer depends on, and nothing else counts."""
+    """The key depends only on the result of the `key_builder`, in each way of attaching one."""
     bench, kernel = Chain(), kind()
 
     async def main():
@@ -222,7 +222,7 @@ def test_the_kernels_key_builder_is_used(kind, real_backend):
 
 
 def test_ejkernels_own_key_builder_works(real_backend):
-    """The key builder that ejKernel ships, which looks at shardings, works as it is."""
+    """ejKernel's own key builder, which reads shardings, works unchanged."""
 
     class Sharded(Scale):
         key_builder = staticmethod(ejops.default_key_builder_with_sharding)
@@ -234,7 +234,7 @@ def test_ejkernels_own_key_builder_works(real_backend):
 
 
 def test_platform_variants_are_preferred(real_backend):
-    """`candidate_cfgs_cpu`, `heuristic_cfg_cpu` and `run_cpu` come before the plain methods on a CPU; others do not."""
+    """On a CPU, `candidate_cfgs_cpu`, `heuristic_cfg_cpu` and `run_cpu` precede the plain methods."""
     ran = []
 
     class Variants(Scale):
@@ -265,8 +265,8 @@ def test_platform_variants_are_preferred(real_backend):
     assert set(ran) == {LARGE, MEDIUM}
 
 
-def test_the_stubs_of_ejkernels_base_class_count_as_none(real_backend):
-    """A kernel that did not write `heuristic_cfg` has none, and the error that names every tier says so."""
+def test_the_stubs_of_ejkernels_base_class_count_as_missing(real_backend):
+    """A kernel without `heuristic_cfg` has no heuristic, and the NoConfigError says so."""
 
     class Bare(ejops.Kernel):
         op_id = "bare"
@@ -279,7 +279,7 @@ def test_the_stubs_of_ejkernels_base_class_count_as_none(real_backend):
 
 
 def test_a_kernel_without_candidates_of_its_own_answers_with_its_heuristic(real_backend):
-    """ejKernel's default list of candidates is the heuristic alone: that is what wins, and what is measured."""
+    """ejKernel's default list of candidates has only the heuristic, which is measured and wins."""
 
     class Default(ejops.Kernel):
         op_id = "default"
@@ -295,7 +295,7 @@ def test_a_kernel_without_candidates_of_its_own_answers_with_its_heuristic(real_
     assert (selection.cfg, bench.measure.compiled) == (LARGE, [LARGE])
 
 
-def test_unhashable_configs_are_configs(real_backend):
+def test_configs_may_be_unhashable(real_backend):
     """ejKernel lets a config be a dict."""
 
     class Dicts(Scale):
@@ -314,8 +314,8 @@ def test_unhashable_configs_are_configs(real_backend):
     assert all(isinstance(outcome, Measured) for outcome in selection.report.outcomes)
 
 
-def test_a_kernel_that_cannot_be_jitted_is_timed_as_it_is(real_backend):
-    """ejKernel times a kernel un-jitted where it cannot be transformed, and so a kernel it can tune is one we can."""
+def test_a_kernel_that_cannot_be_jitted_is_timed_without_jit(real_backend):
+    """ejKernel does the same, so asel can tune every kernel that ejKernel can."""
 
     class Branching(Scale):
         op_id = "branching"
@@ -336,8 +336,8 @@ def test_a_kernel_that_cannot_be_jitted_is_timed_as_it_is(real_backend):
 # Invocations.
 
 
-def test_an_override_is_the_answer_and_nothing_more(real_backend):
-    """`override_cfg`, as ejKernel's Executor sets it, is returned; unlike there, it is kept nowhere."""
+def test_an_override_is_returned_and_not_stored(real_backend):
+    """ejKernel's Executor sets `override_cfg` too, but ejKernel stores it."""
     bench, kernel = Chain(), Scale()
 
     async def main():
@@ -351,8 +351,8 @@ def test_an_override_is_the_answer_and_nothing_more(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_overlays_hold_for_ejkernels_invocations(real_backend):
-    """asel's overlay answers a call that came as ejKernel's objects."""
+def test_overlays_apply_to_ejkernels_invocations(real_backend):
+    """asel's overlay answers a call made with ejKernel's objects."""
     bench, kernel = Chain(), Scale()
 
     async def main():
@@ -365,8 +365,8 @@ def test_overlays_hold_for_ejkernels_invocations(real_backend):
     assert (selection.cfg, selection.tier) == (LARGE, "overlay")
 
 
-def test_a_traced_ejkernel_call_is_recorded_and_tuned_behind(real_backend):
-    """ejKernel's invocation holds tracers under `jax.jit`: it gets the guess, is recorded as shapes, and is tuned."""
+def test_a_traced_ejkernel_call_is_recorded_and_tuned_in_the_background(real_backend):
+    """Under `jax.jit` it gets the heuristic, is recorded as shapes, and is tuned."""
     bench, kernel = Chain(), Scale()
 
     async def main():
@@ -434,7 +434,7 @@ def output(kernel, inv, cfg):
     ids=["pooling forward", "pooling forward+backward", "attention forward+backward"],
 )
 def test_ejkernels_own_modules_are_tuned(make, validate_backward):
-    """Kernels that ejKernel ships are selected for and tuned as they are, and run with the config they get."""
+    """Kernels that ship with ejKernel are tuned unchanged, and run with their configs."""
     kernel, inv = make()
 
     async def main():
@@ -453,7 +453,7 @@ def test_ejkernels_own_modules_are_tuned(make, validate_backward):
 
 
 def test_an_ejkernel_module_is_tuned_under_shard_map():
-    """`method="shard_map"` runs the kernel through the wrapper that ejKernel's kernels make themselves."""
+    """`method="shard_map"` runs the kernel through the wrapper that ejKernel's kernels make."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     spec = PartitionSpec("x")
     fields = {"method": "shard_map", "mesh": mesh, "in_specs": (spec,) * 3 + (None,) * 4, "out_specs": spec}
@@ -474,7 +474,7 @@ def test_an_ejkernel_module_is_tuned_under_shard_map():
 
 
 def test_ejkernels_persistent_cache_is_a_store(tmp_path, real_backend):
-    """What one process tunes ejKernel's cache keeps, and the next process has it from there without a tune."""
+    """ejKernel's cache keeps the result of one process's tune, and the next process does not tune."""
     path = tmp_path / "scale.json"
 
     def process() -> Chain:
@@ -494,7 +494,7 @@ def test_ejkernels_persistent_cache_is_a_store(tmp_path, real_backend):
 
 
 def test_nothing_but_tunes_reaches_ejkernels_persistent_cache(tmp_path, real_backend):
-    """Overrides and guesses stay out of the store, where ejKernel lets them hide tuning for good."""
+    """Overrides and heuristics stay out of the store; in ejKernel, they hide tuning forever."""
     cache = ejops.PersistentCache("scale", path=str(tmp_path / "scale.json"), cfg_type=Tile)
 
     async def main():
@@ -509,7 +509,7 @@ def test_nothing_but_tunes_reaches_ejkernels_persistent_cache(tmp_path, real_bac
     assert not (tmp_path / "scale.json").exists()
 
 
-def test_a_retune_replaces_what_ejkernels_persistent_cache_has(tmp_path, real_backend):
+def test_a_retune_replaces_the_config_in_ejkernels_persistent_cache(tmp_path, real_backend):
     """`retune` measures again, and the store keeps the new answer."""
     cache = ejops.PersistentCache("scale", path=str(tmp_path / "scale.json"), cfg_type=Tile)
     costs = dict(COSTS)
@@ -530,8 +530,8 @@ def test_a_retune_replaces_what_ejkernels_persistent_cache_has(tmp_path, real_ba
 # ejKernel's Tuner as the tuner.
 
 
-def test_ejkernels_tuner_is_a_tuner(real_backend):
-    """A chain takes ejKernel's Tuner as it is: it measures in a thread, and the winner is the answer from then on."""
+def test_a_chain_accepts_ejkernels_tuner(real_backend):
+    """It measures in a thread, and its winner is the answer from then on."""
 
     class Spin(Scale):
         op_id = "spin"
@@ -559,7 +559,7 @@ def test_ejkernels_tuner_is_a_tuner(real_backend):
 
 
 def test_ejkernels_tuner_that_finds_nothing_leaves_the_heuristic(real_backend):
-    """ejKernel's Tuner returns None where all candidates fail: that is a failed tune, and the heuristic answers."""
+    """ejKernel's Tuner returns None if all candidates fail; the tune has failed, and the heuristic answers."""
 
     class Broken(Scale):
         def run(self, x, *, factor=1.0, cfg):
@@ -571,8 +571,8 @@ def test_ejkernels_tuner_that_finds_nothing_leaves_the_heuristic(real_backend):
     assert "found no config" in selection.declined["autotune"]
 
 
-def test_ejkernels_tuner_times_the_objective_that_was_asked_for(real_backend):
-    """With `validate_backward` a report says forward and backward, so that is what ejKernel's Tuner has to time."""
+def test_ejkernels_tuner_times_the_objective_of_the_policy(real_backend):
+    """With `validate_backward`, ejKernel's Tuner times forward and backward."""
     gradients = []
 
     @jax.custom_vjp

@@ -43,7 +43,7 @@ def sink(monkeypatch):
 
 
 def test_modules_run_through_asels_executor(sink):
-    """The `_cfg` they pass, and `method`, `mesh` and the specs as None, are the call's and not the kernel's."""
+    """Their `_cfg`, and `method`, `mesh` and the specs as None, belong to the call, not to the kernel."""
     pooled = pooling.mean_pooling(X, chunk_size=16)
     np.testing.assert_allclose(pooled, X.mean(1), rtol=1e-5)
     np.testing.assert_array_equal(jax.jit(partial(pooling.mean_pooling, chunk_size=16))(X), pooled)
@@ -58,8 +58,8 @@ def test_modules_run_through_asels_executor(sink):
     ]
 
 
-def test_a_module_passes_its_config_on(sink):
-    """What its caller gives is an override."""
+def test_a_config_given_to_a_module_is_an_override(sink):
+    """The module passes it to the executor."""
     kernel = pooling.MeanPooling()
     cfg = kernel.heuristic_cfg(None)
     pooling.mean_pooling(X, chunk_size=16, cfg=cfg)
@@ -68,7 +68,7 @@ def test_a_module_passes_its_config_on(sink):
 
 
 def test_a_module_is_mapped_over_shards(sink):
-    """With a mesh, its `method` is `shard_map`, and the specs count."""
+    """With a mesh, its `method` is `shard_map`, and the specs apply."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("d",))
     how = {"mesh": mesh, "in_specs": (SPEC,) * 3 + (None,) * 3, "out_specs": SPEC}
     mapped = attention.scaled_dot_product_attention(Q, K, V, causal=True, **how)

@@ -1,4 +1,4 @@
-"""A selector in a web application: probes are answered while it warms up, and what went wrong is said."""
+"""A selector in a web application: probes during the warm-up, and reports of failures."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def in_lifespan(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def readiness(client: httpx.AsyncClient) -> dict:
-    """Return what `/readyz` says once the warm-up is over; each probe is a turn of the loop."""
+    """Return the answer of `/readyz` once the warm-up is over; each probe is a turn of the loop."""
     with anyio.fail_after(PATIENCE_S):
         while (answer := await client.get("/readyz")).status_code == 503:
             await anyio.lowlevel.checkpoint()
@@ -101,8 +101,8 @@ async def readiness(client: httpx.AsyncClient) -> dict:
 
 
 @pytest.mark.parametrize("kind", [FastAPI, Starlette])
-def test_probes_are_answered_beside_the_warm_up(kind, real_backend):
-    """While examples tune, the service is alive and not ready, and says what is missing; then requests find it warm."""
+def test_probes_are_answered_during_the_warm_up(kind, real_backend):
+    """Meanwhile the service is alive, not ready, and names the missing examples; afterwards requests find it warm."""
 
     async def main():
         measure, sink = GatedMeasure(is_open=False), RecordingSink()
@@ -124,26 +124,26 @@ def test_probes_are_answered_beside_the_warm_up(kind, real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_a_failed_warm_up_is_said_and_blocks_nothing(real_backend):
-    """Bad kernels, and calls that the budget did not reach, are named with a reason; the service is ready."""
+def test_a_failed_warm_up_is_reported_and_the_service_is_ready(real_backend):
+    """Bad kernels, and calls that the budget did not reach, are named with a reason."""
 
     async def main():
         shapes_only = (scale, (jax.ShapeDtypeStruct((5, 4), jnp.float32),))
         bad = SelectorLifespan(selector(GatedMeasure(fails=True)), [(hopeless, (jnp.ones(2),)), shapes_only])
         async with serving(bad) as client:
-            said = await readiness(client)
-            assert (said["status"], said["total"], said["settled"]) == ("degraded", 2, 2)
-            assert said["failed"]["hopeless(x=f32[2])"] == "FloatingPointError: not this one"
-            assert said["failed"]["scale(x=f32[5,4])"].startswith("runs on its heuristic: ")
+            answer = await readiness(client)
+            assert (answer["status"], answer["total"], answer["settled"]) == ("degraded", 2, 2)
+            assert answer["failed"]["hopeless(x=f32[2])"] == "FloatingPointError: not this one"
+            assert answer["failed"]["scale(x=f32[5,4])"].startswith("runs on its heuristic: ")
             assert (await client.get("/scaled")).json() == 16.0
         async with serving(SelectorLifespan(selector(), examples(6), budget_s=0)) as client:
-            assert (await readiness(client))["failed"] == {"scale(x=f32[6,4])": "the budget of 0 s was spent before"}
+            assert (await readiness(client))["failed"] == {"scale(x=f32[6,4])": "the budget of 0 s was already spent"}
 
     anyio.run(main, backend=real_backend)
 
 
-def test_an_example_that_hangs_keeps_nothing_waiting():
-    """A run that does not come back is left to its thread after a candidate's time; the service is ready then."""
+def test_an_example_that_hangs_does_not_block_readiness():
+    """After a candidate's timeout its run is left to its thread, and the service is ready."""
     back = threading.Event()
 
     @kernel(op_id="hangs", configs=[1], heuristic=1)
@@ -154,15 +154,15 @@ def test_an_example_that_hangs_keeps_nothing_waiting():
     async def main():
         policy = AutotunePolicy(allow_autotune=False, candidate_timeout_s=0.05)
         async with serving(SelectorLifespan(selector(policy=policy), [(hangs, (jnp.ones(2),))])) as client:
-            said = await readiness(client)
-            assert said["failed"] == {"hangs(x=f32[2])": "its run takes longer than 0.05 s"}
+            answer = await readiness(client)
+            assert answer["failed"] == {"hangs(x=f32[2])": "its run takes longer than 0.05 s"}
             back.set()
 
     anyio.run(main)
 
 
-def test_the_readme_s_service_runs(tmp_path, monkeypatch):
-    """The service of the room's README, with the kernel of serving's recipes, answers as it stands."""
+def test_the_service_of_the_readme_runs(tmp_path, monkeypatch):
+    """The service of the room's README runs unchanged, with the kernel of serving's recipes."""
     blocks = {}
     for page in ("integrations/README.md", "serving/RECIPES.md"):
         text = (TESTS.parent / "asel" / page).read_text()
@@ -183,17 +183,17 @@ def test_the_readme_s_service_runs(tmp_path, monkeypatch):
 
 
 def test_examples_that_cannot_be_made_are_an_error_of_the_warm_up(caplog):
-    """What the function of examples raises ends the warm-up and not the service; secrets in it are not told."""
+    """An error in the function of examples ends the warm-up but not the service; its secrets are redacted."""
 
     def make():
         raise LookupError("no model at redis://user:secret@host")
 
     async def main():
         async with serving(SelectorLifespan(selector(), make)) as client:
-            said = await readiness(client)
-        assert said["status"] == "degraded"
-        assert said["error"].startswith("LookupError: no model at redis://")
-        assert "secret" not in said["error"]
+            answer = await readiness(client)
+        assert answer["status"] == "degraded"
+        assert answer["error"].startswith("LookupError: no model at redis://")
+        assert "secret" not in answer["error"]
         async with serving(SelectorLifespan(selector(), [(scale, 5)])) as client:
             assert "pass the arguments as a tuple" in (await readiness(client))["error"]
 
@@ -201,8 +201,8 @@ def test_examples_that_cannot_be_made_are_an_error_of_the_warm_up(caplog):
     assert "the warm-up failed" in caplog.text
 
 
-def test_a_service_that_is_not_to_tune_is_ready_with_its_heuristics(monkeypatch):
-    """A guess is not a failure if the policy or the environment wants one; an invocation is an example too."""
+def test_a_service_with_tuning_off_is_ready_with_its_heuristics(monkeypatch):
+    """If the policy or the environment forbids tuning, a heuristic is not a failure."""
 
     async def main():
         no_tuning = selector(policy=AutotunePolicy(allow_autotune=False))
@@ -217,8 +217,8 @@ def test_a_service_that_is_not_to_tune_is_ready_with_its_heuristics(monkeypatch)
     anyio.run(main)
 
 
-def test_closing_ends_the_warm_up_and_the_next_start_goes_on_from_the_store(tmp_path, real_backend):
-    """A service that is stopped in mid-tune keeps what it has stored; started again, it tunes the rest alone."""
+def test_closing_ends_the_warm_up_and_the_next_start_continues_it(tmp_path, real_backend):
+    """A service that is stopped during a tune keeps its stored configs, and tunes only the rest later."""
 
     async def main():
         sink = RecordingSink()
@@ -245,7 +245,7 @@ def test_closing_ends_the_warm_up_and_the_next_start_goes_on_from_the_store(tmp_
 
 
 class BrokenStore:
-    """Fails whatever it is asked."""
+    """A store in which every operation fails."""
 
     async def load(self, key, checksum):
         raise OSError("the disk is gone")
@@ -255,7 +255,7 @@ class BrokenStore:
 
 
 def test_a_store_that_fails_leaves_the_service_ready():
-    """Without its store a service tunes for itself."""
+    """Without its store, the service tunes for itself."""
 
     async def main():
         async with serving(SelectorLifespan(selector(persistent=BrokenStore()), examples(2))) as client:
@@ -265,8 +265,8 @@ def test_a_store_that_fails_leaves_the_service_ready():
 
 
 @pytest.mark.parametrize(("module", "needs"), [("starlette", "starlette.routing"), ("tokamax", "tokamax")])
-def test_a_module_without_its_extra_says_which(module, needs, monkeypatch):
-    """One sentence, with the command that installs it."""
+def test_importing_a_module_without_its_extra_names_the_extra(module, needs, monkeypatch):
+    """In one sentence, with the command that installs it."""
     monkeypatch.setitem(sys.modules, needs, None)
     monkeypatch.delitem(sys.modules, f"asel.integrations.{module}", raising=False)
     with pytest.raises(ImportError, match=rf'needs {module}: pip install "asel\[{module}\]"'):

@@ -1,4 +1,4 @@
-"""Tokamax's ops are kernels, and tokamax finds what was chosen for them."""
+"""Tokamax's ops are kernels, and tokamax uses the configs that asel chose."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def by_rows(cfg: Rows) -> float:
 
 
 def test_the_best_implementation_of_attention_is_measured_and_run():
-    """Its config is an implementation's name; one that this machine lacks has failed; gradients are tokamax's."""
+    """Its config is an implementation's name; a missing implementation is a failure; gradients are tokamax's."""
     kernel = TokamaxFunction(tokamax.dot_product_attention, ("triton", "xla", "xla_chunked"))
     q = jax.random.normal(jax.random.key(0), (1, 64, 2, 16))
 
@@ -74,7 +74,7 @@ def test_the_best_implementation_of_attention_is_measured_and_run():
     ],
 )
 def test_every_function_that_names_its_implementations_is_a_kernel(function, args):
-    """What can be chosen is in the function's signature; without a tune, tokamax chooses."""
+    """The choices are in the function's signature; without a tune, tokamax chooses."""
     kernel = TokamaxFunction(function)
     candidates = list(kernel.candidate_cfgs(Invocation(kernel.op_id, args, {})))
     assert candidates[0] == kernel.heuristic_cfg(Invocation(kernel.op_id, args, {})) == "auto"
@@ -85,7 +85,7 @@ def test_every_function_that_names_its_implementations_is_a_kernel(function, arg
 
 
 def test_an_op_is_tuned_over_its_own_configs_and_stored(tmp_path):
-    """Heuristic and candidates are the op's, in one order everywhere; a stored config comes back with its type."""
+    """Heuristic and candidates are the op's, in a fixed order; a stored config is read with its type."""
 
     async def main():
         kernel = TokamaxOp(BlockedScale())
@@ -102,8 +102,8 @@ def test_an_op_is_tuned_over_its_own_configs_and_stored(tmp_path):
     anyio.run(main)
 
 
-def test_tokamax_finds_what_was_tuned():
-    """Within the overlay tokamax's own call has the winner, and outside it does not; nothing is tuned in vain."""
+def test_tokamax_uses_the_tuned_configs():
+    """Inside the overlay, tokamax's own call has the winner; outside, it does not."""
     bound = BlockedScale().bind(x, factor=3.0)
 
     async def main():
@@ -125,7 +125,7 @@ def test_tokamax_finds_what_was_tuned():
 
 
 def test_a_restarted_process_has_the_overlay_from_its_store(tmp_path):
-    """What is in memory from the beginning was measured by another process, and the overlay says so all the same."""
+    """The overlay has preloaded configs, with the measurements of another process."""
 
     async def main():
         results = []
@@ -138,8 +138,8 @@ def test_a_restarted_process_has_the_overlay_from_its_store(tmp_path):
     assert again.data == first.data != ()
 
 
-def test_ops_with_other_fields_have_other_keys():
-    """An op's fields change what it computes, so they are in its version; one that cannot be compared is refused."""
+def test_ops_with_different_fields_have_different_keys():
+    """The fields change the result, so they are in the version; one that cannot be compared is refused."""
     plain, shifted = BlockedScale(), BlockedScale(bias=1.0)
     assert TokamaxOp(plain).version == tokamax.__version__
     assert TokamaxOp(shifted).version not in (TokamaxOp(plain).version, TokamaxOp(BlockedScale(bias=2.0)).version)
@@ -147,12 +147,12 @@ def test_ops_with_other_fields_have_other_keys():
     fixed = TokamaxOp(BlockedScale(Rows(rows=4)))
     inv = Invocation(fixed.op_id, (x,), {"factor": 2.0})
     assert [fixed.heuristic_cfg(inv), *fixed.candidate_cfgs(inv)] == [Rows(rows=4), Rows(rows=4)]
-    with pytest.raises(InvalidRequestError, match="BlockedScale has a field that no other process can compare"):
+    with pytest.raises(InvalidRequestError, match="BlockedScale has a field that other processes cannot compare"):
         TokamaxOp(BlockedScale(bias=lambda: 1.0))
 
 
-def test_what_cannot_be_a_kernel_is_refused_in_one_sentence(monkeypatch):
-    """The message says what is wrong with an op, a function or this version of tokamax."""
+def test_an_object_that_cannot_be_a_kernel_is_refused_in_one_sentence(monkeypatch):
+    """The message names the problem with the op, the function or this version of tokamax."""
     with pytest.raises(InvalidRequestError, match="is not a tokamax Op; TokamaxFunction takes functions"):
         TokamaxOp(tokamax.layer_norm)
     with pytest.raises(InvalidRequestError, match="'norm' names no implementations"):

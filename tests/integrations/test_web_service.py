@@ -1,4 +1,4 @@
-"""The example service under uvicorn: cold, warm, two workers, stopped in mid-tune, and started again."""
+"""The example service under uvicorn: cold, warm, with two workers, stopped during a tune, and started again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client(service: WebService) -> httpx.AsyncClient:
 
 
 async def load(http: httpx.AsyncClient, rows: tuple[int, ...] = ROWS) -> list[dict]:
-    """Ask for all shapes again and again from many clients at once, and return the answers."""
+    """Request all shapes repeatedly from many concurrent clients, and return the answers."""
     answers = []
 
     async def ask(first: int) -> None:
@@ -43,7 +43,7 @@ async def load(http: httpx.AsyncClient, rows: tuple[int, ...] = ROWS) -> list[di
 
 
 async def until_warm(http: httpx.AsyncClient) -> list[dict]:
-    """Keep up the load until it is answered from memory alone, by whichever workers take it."""
+    """Repeat the load until every answer comes from memory, in any worker."""
     answers = await load(http)
     while any(answer["tier"] != "memory" for answer in answers):
         answers = await load(http)
@@ -61,14 +61,14 @@ async def until_ready(http: httpx.AsyncClient) -> dict:
 
 
 async def ask_until_tuned(service: WebService, http: httpx.AsyncClient, rows: int, tuners: int = 1) -> None:
-    """Ask for a search until so many workers have begun it."""
+    """Request a search until the given number of workers have begun it."""
     while len(service.tuners(f"search x=f32[{rows},4]")) < tuners:
         with suppress(httpx.TransportError):  # a timeout too: a killed worker may just have accepted it
             await http.post(f"/search/{rows}", timeout=5.0)
 
 
-async def kill_who_tunes(service: WebService, http: httpx.AsyncClient) -> None:
-    """Kill a worker that tunes, with the key's claim and the device in its hands: another takes the tune over."""
+async def kill_a_tuning_worker(service: WebService, http: httpx.AsyncClient) -> None:
+    """Kill a worker that holds the key's claim and the device during a tune; another worker takes the tune over."""
     await ask_until_tuned(service, http, rows=16)
     (first,) = service.tuners("search x=f32[16,4]")
     os.kill(first, signal.SIGKILL)
@@ -78,7 +78,7 @@ async def kill_who_tunes(service: WebService, http: httpx.AsyncClient) -> None:
 
 @pytest.mark.timeout(240)
 def test_two_workers_share_their_tunes_and_lose_nothing_when_they_are_stopped(tmp_path: Path):
-    """Under concurrent load, each key is tuned once over both workers; what was stored outlives a stop in mid-tune."""
+    """Under load, each key is tuned once over both workers; stored configs survive a stop during a tune."""
     keys = {f"scale x=f32[{rows},4]": 1 for rows in (WARM_ROWS, *ROWS)}
 
     async def serve_cold(service: WebService) -> None:
@@ -90,7 +90,7 @@ def test_two_workers_share_their_tunes_and_lose_nothing_when_they_are_stopped(tm
                 warm = await until_warm(http)
                 assert {answer["worker"] for answer in warm} <= set(service.workers)
                 assert service.tunes("ended") == keys
-                await kill_who_tunes(service, http)
+                await kill_a_tuning_worker(service, http)
 
     async def serve_again(service: WebService) -> None:
         with anyio.fail_after(PATIENCE_S):

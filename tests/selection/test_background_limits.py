@@ -1,4 +1,4 @@
-"""What background tunes may take from those who are served: in virtual time."""
+"""The limits on background tunes, in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def ask_for(bench, sizes):
 
 
 async def test_concurrent_background_tunes_are_limited():
-    """The others wait their turn, in the order in which they were asked for."""
+    """The other tunes wait their turn, in the order of their calls."""
     bench = Bench(allow=BACKGROUND, max_background_tunes=1)
     async with bench.chain:
         await ask_for(bench, (8, 16, 32))
@@ -37,8 +37,8 @@ async def test_concurrent_background_tunes_are_limited():
     assert bench.cache.size() == 3
 
 
-async def test_a_tune_that_somebody_waits_for_is_not_held_back():
-    """Limits are for tunes behind answers; one that a caller joins begins at once."""
+async def test_a_tune_with_a_waiting_caller_is_not_limited():
+    """Limits apply to background tunes; a tune that a caller joins begins immediately."""
     bench = Bench(allow=BACKGROUND, max_background_tunes=1, background_duty_cycle=0.01)
     async with bench.chain as chain:
         await ask_for(bench, (8, 16))
@@ -50,7 +50,7 @@ async def test_a_tune_that_somebody_waits_for_is_not_held_back():
 
 
 async def test_a_duty_cycle_spreads_a_tune_over_time():
-    """At a quarter of the time, a tune takes four times as long, with rests after each step."""
+    """With a duty cycle of a quarter, a tune takes four times as long, with a rest after each step."""
     took = []
     for duty_cycle in (1.0, 0.25):
         bench = Bench(allow=BACKGROUND, background_duty_cycle=duty_cycle)
@@ -61,8 +61,8 @@ async def test_a_duty_cycle_spreads_a_tune_over_time():
     assert took[1] / took[0] == pytest.approx(4.0, rel=0.05)
 
 
-async def test_tunes_wait_until_nothing_was_selected_for_a_while():
-    """Hits count as well; the tune goes on between requests that are far enough apart."""
+async def test_background_tunes_wait_until_the_selector_is_idle():
+    """Hits count as selections; the tune continues between requests that are far enough apart."""
     bench = Bench(allow=BACKGROUND, background_idle_s=1.0)
     bench.cache.put(*(await bench.chain.explain(call(64), TOY)).key, BEST)
     async with bench.chain as chain:
@@ -77,8 +77,8 @@ async def test_tunes_wait_until_nothing_was_selected_for_a_while():
         assert await chain.choose(call(8), TOY) == BEST
 
 
-async def test_closing_ends_tunes_that_are_held_back():
-    """None of them keeps a selector open."""
+async def test_closing_ends_tunes_that_wait_for_their_limits():
+    """No delayed tune keeps a selector open."""
     bench = Bench(allow=BACKGROUND, background_idle_s=3600.0)
     async with bench.chain:
         await ask_for(bench, (8,))

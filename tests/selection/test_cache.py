@@ -26,8 +26,8 @@ def done(cfg: object) -> Done:
     return Done(cfg, Match(), Provenance("autotune"))
 
 
-def test_put_and_get_are_those_of_a_dict():
-    """What is put under (device, op, call) is got from there, and nowhere else."""
+def test_get_returns_the_config_that_was_put():
+    """A config is found under its device, op and call, and under no other key."""
     cache = ConfigCache()
     assert cache.get(*KEY) is None
     cache.put(*KEY, {"block": 128})
@@ -42,23 +42,23 @@ def test_put_and_get_are_those_of_a_dict():
 
 
 def test_none_is_not_a_config():
-    """A None in the cache could not be told from a miss, so it is refused and changes nothing."""
+    """A None in the cache would look like a miss, so it is refused and changes nothing."""
     cache = ConfigCache()
     with pytest.raises(InvalidRequestError, match="None"):
         cache.put(*KEY, None)
     assert cache.size() == 0
 
 
-def test_what_a_user_put_matches_any_checksum():
-    """A put comes without a checksum and answers every look-up of its key."""
+def test_a_put_config_matches_any_checksum():
+    """A put has no checksum and answers every look-up of its key."""
     cache = ConfigCache()
     cache.put(*KEY, 1)
     for checksum in (None, "a", "b"):
         assert cache.lookup(KEY, checksum) == Hit(1, Provenance("put"))
 
 
-def test_lookup_tells_apart_the_four_answers():
-    """Hit, Unchecked, Pending and Miss are all there is."""
+def test_lookup_has_four_kinds_of_results():
+    """Hit, Unchecked, Pending and Miss."""
     cache = ConfigCache()
     assert isinstance(cache.lookup(KEY, "a"), Miss)
     tune = begun(cache)
@@ -70,7 +70,7 @@ def test_lookup_tells_apart_the_four_answers():
 
 
 def test_a_loaded_entry_is_verified_once():
-    """The first look-up that knows the checksum settles it; the cache then does not change again."""
+    """The first look-up with a checksum verifies the entry; later ones do not change the cache."""
     cache = ConfigCache()
     cache.load(KEY, "a", 1)
     assert isinstance(cache.lookup(KEY), Unchecked)
@@ -82,7 +82,7 @@ def test_a_loaded_entry_is_verified_once():
 
 
 def test_a_loaded_entry_of_another_checksum_is_a_miss_reported_once():
-    """NoMatch: the look-up misses, and only the first one hears of the stale entry."""
+    """Every such look-up misses, but only the first one reports the stale entry."""
     cache = ConfigCache()
     cache.load(KEY, "a", 1)
     ((checksum, entry),) = cache.lookup(KEY, "b").stale
@@ -92,16 +92,16 @@ def test_a_loaded_entry_of_another_checksum_is_a_miss_reported_once():
     assert cache.get(*KEY) is None
 
 
-def test_a_stale_entry_still_answers_those_it_was_made_for():
-    """Two versions of a program share what was loaded: each finds its own."""
+def test_a_stale_entry_still_answers_calls_with_its_checksum():
+    """Two versions of a program may share loaded entries: each finds its own."""
     cache = ConfigCache()
     cache.load(KEY, "old", 1)
     assert isinstance(cache.lookup(KEY, "new"), Miss)
     assert cache.lookup(KEY, "old").cfg == 1
 
 
-def test_loading_never_replaces_what_is_known():
-    """A loaded entry is older news than anything the process has."""
+def test_loading_never_replaces_an_entry_of_this_process():
+    """A loaded entry is older than any answer of this process."""
     cache = ConfigCache()
     tune = begun(cache)
     cache.load(KEY, "a", 9)
@@ -112,7 +112,7 @@ def test_loading_never_replaces_what_is_known():
 
 
 def test_peek_changes_nothing():
-    """Looking without touching: a loaded entry stays to be verified."""
+    """After a peek, a loaded entry still has to be verified."""
     cache = ConfigCache()
     cache.load(KEY, "a", 1)
     generation = cache.generation
@@ -133,15 +133,15 @@ def test_entries_of_other_checksums_live_side_by_side():
 
 
 def test_a_key_has_one_tune():
-    """Looking and inserting are one step: the second to begin gets the first one's tune."""
+    """Looking up and inserting are one step, so a second `begin` returns the first tune."""
     cache = ConfigCache()
     tune = begun(cache)
     assert cache.begin(KEY, "a", Tune()) is tune
     assert cache.pending() == [(KEY, "a", tune)]
 
 
-def test_a_tune_that_found_nothing_leaves_nothing():
-    """Finished without an answer, a key is as if it had never been tuned."""
+def test_a_tune_without_a_result_leaves_no_entry():
+    """After a tune without an answer, the key is as if it had never been tuned."""
     cache = ConfigCache()
     cache.finish(KEY, "a", begun(cache), None)
     assert cache.lookup(KEY, "a") == Miss()
@@ -149,7 +149,7 @@ def test_a_tune_that_found_nothing_leaves_nothing():
 
 
 def test_only_the_tune_in_flight_can_finish_an_entry():
-    """A late finisher of an older tune changes nothing."""
+    """An older tune that finishes late changes nothing."""
     cache = ConfigCache()
     old = begun(cache)
     cache.finish(KEY, "a", old, None)
@@ -159,7 +159,7 @@ def test_only_the_tune_in_flight_can_finish_an_entry():
 
 
 def test_the_old_answer_serves_until_a_retune_is_done():
-    """Pending over Done: look-ups hit what was known, and get it back if the retune fails."""
+    """During a retune, look-ups return the old answer, which stays in force if the retune fails."""
     cache = ConfigCache()
     cache.finish(KEY, "a", begun(cache), done(1))
     retune = begun(cache)
@@ -169,8 +169,8 @@ def test_the_old_answer_serves_until_a_retune_is_done():
     assert cache.lookup(KEY, "a").cfg == 1
 
 
-def test_what_a_user_puts_during_a_tune_stays_in_force():
-    """The tune's waiters get its answer; everyone after gets the user's, unless the tune was on purpose."""
+def test_a_put_during_a_tune_stays_in_force():
+    """The tune's waiters get its answer, later callers the user's, unless the tune was a retune."""
     cache = ConfigCache()
     tune = begun(cache)
     cache.put(*KEY, 7)
@@ -181,7 +181,7 @@ def test_what_a_user_puts_during_a_tune_stays_in_force():
 
 
 def test_clearing_forgets_answers_and_spares_tunes():
-    """A tune in flight is not the user's to clear; its answer will be remembered."""
+    """A tune in flight continues, and its answer is kept."""
     cache = ConfigCache()
     tune = begun(cache)
     cache.finish(KEY, "b", begun(cache, "b"), done(2))
@@ -193,7 +193,7 @@ def test_clearing_forgets_answers_and_spares_tunes():
 
 
 def test_clearing_during_a_retune_also_forgets_the_old_answer():
-    """What the user cleared does not answer meanwhile, nor come back if the retune fails."""
+    """A cleared answer does not return, not even if the retune fails."""
     cache = ConfigCache()
     cache.finish(KEY, "a", begun(cache), done(1))
     retune = begun(cache)
@@ -203,8 +203,8 @@ def test_clearing_during_a_retune_also_forgets_the_old_answer():
     assert cache.lookup(KEY, "a") == Miss()
 
 
-def test_get_sees_through_overlays():
-    """The innermost overlay that holds the key answers, then the next, then memory."""
+def test_get_asks_overlays_before_memory():
+    """The innermost overlay that has the key answers, then the next, then memory."""
     cache = ConfigCache()
     cache.put(*KEY, 1)
     with overlay_cache({KEY: 2}), overlay_cache({("dev1", "op1", "other"): 3}):
@@ -230,7 +230,7 @@ def test_the_least_recently_used_go_first():
 
 
 def test_a_bound_never_evicts_a_tune():
-    """However full the cache, what is in flight stays, and its answer is taken in."""
+    """Even in a full cache a tune in flight stays, and its answer is added."""
     cache = ConfigCache(max_entries=1)
     cache.finish(KEY, "a", begun(cache), done(1))
     retune = begun(cache)
@@ -243,8 +243,8 @@ def test_a_bound_never_evicts_a_tune():
 
 
 @pytest.mark.parametrize("bound", [0, -1])
-def test_a_bound_must_leave_room_for_something(bound):
-    """A cache that can hold nothing is a mistake."""
+def test_a_bound_is_at_least_one(bound):
+    """A cache without room for any config is a mistake."""
     with pytest.raises(InvalidRequestError, match="max_entries"):
         ConfigCache(max_entries=bound)
 
@@ -282,8 +282,8 @@ def test_many_threads_may_use_one_cache(bound):
     assert cache.size() <= (bound or 200)
 
 
-def test_what_a_store_had_does_not_replace_what_is_known():
-    """A read that took long brings old news."""
+def test_a_slow_read_of_the_store_does_not_replace_a_newer_answer():
+    """While the store was read, memory may have got a newer answer."""
     cache = ConfigCache()
     cache.finish(KEY, "a", begun(cache), done(2))
     assert cache.remember(KEY, "a", 1).cfg == 2
@@ -291,8 +291,8 @@ def test_what_a_store_had_does_not_replace_what_is_known():
     assert cache.remember(KEY, "b", 1).cfg == 1
 
 
-def test_a_put_during_a_retune_makes_room_for_itself_only():
-    """The old answer gives up its place in the order of use, so no other key is evicted for it."""
+def test_a_put_during_a_retune_evicts_no_other_key():
+    """The old answer of the key is dropped, which makes enough room."""
     cache = ConfigCache(max_entries=2)
     cache.put("dev", "op", "other", "other")
     cache.finish(KEY, "a", begun(cache), done(1))
@@ -303,7 +303,7 @@ def test_a_put_during_a_retune_makes_room_for_itself_only():
 
 
 def test_a_failed_retune_does_not_make_its_old_answer_new():
-    """`get` gives the newest: what was there before a retune is as old as it was."""
+    """`get` returns the newest answer, and a failed retune does not change the age of the old one."""
     cache = ConfigCache()
     for checksum, cfg in (("a", "old"), ("b", "new")):
         cache.finish(KEY, checksum, begun(cache, checksum), done(cfg))
@@ -311,8 +311,8 @@ def test_a_failed_retune_does_not_make_its_old_answer_new():
     assert cache.get(*KEY) == "new"
 
 
-def test_what_was_cleared_is_remembered_for_a_bounded_number_of_keys():
-    """A cache that is filled and cleared for ever does not grow for ever."""
+def test_the_memory_of_cleared_keys_is_bounded():
+    """A cache that is filled and cleared again and again does not grow."""
     cache = ConfigCache(max_entries=10)
     for n in range(70_000):
         cache.put("dev", "op", str(n), n)

@@ -1,7 +1,7 @@
-"""One test per await point: whoever is cancelled there, the others and the cache are unharmed.
+"""One test per await point: cancelling a caller there harms neither the other callers nor the cache.
 
-Each collaborator below stops at one named step. A caller is cancelled while it is there; then the
-step is let go, and everything must be as if that caller had never been.
+Each collaborator below stops at one named step. A caller is cancelled while it is there. Then the step is
+released, and everything must be as if that caller had never existed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Gate:
-    """A step that stops whoever comes, until it is opened."""
+    """A step that blocks every caller until it is opened."""
 
     def __init__(self) -> None:
         self.reached = anyio.Event()
@@ -70,7 +70,7 @@ STEPS = ["load", "compile", "sample", "save"]
 
 
 async def cancelled_at(world: World, tasks, ask) -> None:
-    """Start a caller, wait until it is at the step, cancel it, and see it go at once."""
+    """Start a caller, wait until it is at the step, cancel it, and check that it ends immediately."""
     gone = anyio.Event()
 
     async def caller():
@@ -88,7 +88,7 @@ async def cancelled_at(world: World, tasks, ask) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_cancelled_first_caller_leaves_the_tune_running(step):
-    """A tune belongs to the chain, so it outlives the caller who began it."""
+    """A tune belongs to the chain, so it outlives the caller that began it."""
     world = World(step)
     async with world.chain, anyio.create_task_group() as tasks:
         await cancelled_at(world, tasks, world.chain.choose)
@@ -106,7 +106,7 @@ async def test_cancelled_first_caller_leaves_the_tune_running(step):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "without async with"])
 async def test_cancelled_first_caller_harms_no_other_waiter(step, is_open):
-    """Those who wait beside a cancelled caller get their answer, from one tune."""
+    """The other waiters get their answer from the same tune."""
     world = World(step)
     answers = []
 
@@ -152,7 +152,7 @@ async def test_cancelled_first_caller_harms_no_other_waiter(step, is_open):
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_cancelled_waiter_does_not_affect_the_others(step):
-    """Any waiter may go at any time; the first caller and the rest never notice."""
+    """Cancelling any waiter changes nothing for the first caller and the others."""
     world = World(step)
     answers = []
 
@@ -175,8 +175,8 @@ async def test_a_cancelled_waiter_does_not_affect_the_others(step):
 
 
 @pytest.mark.parametrize("step", ["compile", "sample"])
-async def test_without_async_with_the_last_caller_to_go_takes_the_tune_with_it(step):
-    """Nobody owns the tune and nobody waits for it, so nothing stays pending, and the next caller begins anew."""
+async def test_without_async_with_the_tune_ends_with_its_last_caller(step):
+    """No task owns the tune, so nothing stays pending, and the next caller begins a new tune."""
     world = World(step)
     async with anyio.create_task_group() as tasks:
         await cancelled_at(world, tasks, world.chain.choose)
@@ -186,8 +186,8 @@ async def test_without_async_with_the_last_caller_to_go_takes_the_tune_with_it(s
     assert world.bench.tunes == 2
 
 
-async def test_without_async_with_the_next_waiter_carries_on_from_the_outcomes_so_far():
-    """What the cancelled caller had measured is not measured again."""
+async def test_without_async_with_the_next_waiter_continues_the_tune():
+    """Candidates that the cancelled caller had measured are not measured again."""
     bench = Bench()
     answers = []
 
@@ -210,8 +210,8 @@ async def test_without_async_with_the_next_waiter_carries_on_from_the_outcomes_s
 
 
 @pytest.mark.parametrize("step", STEPS[1:])  # a retune does not read the store
-async def test_cancelled_retune_goes_on_for_the_record(step):
-    """A retune, too, belongs to the chain."""
+async def test_a_cancelled_retune_is_finished_and_stored(step):
+    """A retune belongs to the chain like any tune."""
     world = World("nowhere")
     async with world.chain, anyio.create_task_group() as tasks:
         await world.chain.choose(call(), Toy())
@@ -226,7 +226,7 @@ async def test_cancelled_retune_goes_on_for_the_record(step):
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_closing_at_any_await_leaves_nothing_pending(step):
-    """Wherever a tune is when the chain closes, it ends, and so does every wait."""
+    """At each step of a tune, closing ends the tune and every wait for it."""
     world = World(step)
     outcomes = []
 
@@ -246,7 +246,7 @@ async def test_closing_at_any_await_leaves_nothing_pending(step):
 
 
 async def test_cancelling_settled_and_the_event_stream_is_harmless():
-    """Those who only watch may stop watching."""
+    """Cancelling an observer changes nothing."""
     world = World("sample", cache_miss_fallback="background")
     async with world.chain, anyio.create_task_group() as tasks:
 
@@ -272,7 +272,7 @@ async def test_cancelling_settled_and_the_event_stream_is_harmless():
 
 
 async def test_cancelled_explain_changes_nothing():
-    """Explaining reads the store by itself, so whoever stops it stops nobody else."""
+    """`explain` reads the store by itself, so cancelling it affects no other caller."""
     world = World("load")
     async with world.chain, anyio.create_task_group() as tasks:
         await cancelled_at(world, tasks, world.chain.explain)
@@ -282,8 +282,8 @@ async def test_cancelled_explain_changes_nothing():
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_closing_while_the_backlog_is_at_work_leaves_nothing_pending(step):
-    """What choose_nowait left for the loop ends with the chain, wherever it is."""
+async def test_closing_while_queued_calls_are_handled_leaves_nothing_pending(step):
+    """Calls queued by `choose_nowait` end with the chain, at each of their steps."""
     world = World(step)
     async with world.chain:
         world.chain.choose_nowait(call(), Toy())
@@ -295,7 +295,7 @@ async def test_closing_while_the_backlog_is_at_work_leaves_nothing_pending(step)
 
 @pytest.mark.parametrize("step", STEPS[1:])
 async def test_a_chain_that_is_cancelled_while_it_closes_still_ends(step):
-    """The grace for a result that is being stored is bounded, and cancellation from outside passes on."""
+    """The grace for storing a result is bounded, and the cancellation is raised afterwards."""
     world = World(step)
     with anyio.CancelScope() as outer:
         async with world.chain:

@@ -1,4 +1,4 @@
-"""Opened in one task, closed in another: what notebooks and servers do."""
+"""Selectors that are opened in one task and closed in another, as in notebooks and servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def in_another_task(step):
 
 
 async def test_a_chain_may_be_opened_and_closed_in_different_tasks():
-    """As in two cells of a notebook; and so on, as often as one likes."""
+    """As in two cells of a notebook, any number of times."""
     bench = Bench()
     for _ in range(2):
         await in_another_task(bench.chain.aopen)
@@ -33,7 +33,7 @@ async def test_a_chain_may_be_opened_and_closed_in_different_tasks():
 
 
 async def test_another_task_may_close_a_chain_whose_block_is_still_open():
-    """Its callers are told at once, and the end of the block has nothing left to do."""
+    """Its callers get their errors immediately, and the end of the block does nothing more."""
     bench = Bench()
     async with bench.chain as chain, anyio.create_task_group() as tasks:
         tasks.start_soon(chain.aclose)
@@ -44,7 +44,7 @@ async def test_another_task_may_close_a_chain_whose_block_is_still_open():
 
 
 async def test_a_tune_cannot_close_its_own_chain():
-    """Closing waits for the tune, which would wait for the closing."""
+    """Closing would wait for the tune, and the tune for the closing."""
 
     class ClosesItsChain:
         async def autotune(self, make_fn, args, kwargs, candidates):
@@ -54,11 +54,11 @@ async def test_a_tune_cannot_close_its_own_chain():
     async with bench.chain as chain:
         selection = await chain.select(call(), TOY)
     assert selection.tier == "heuristics"
-    assert "aclose: asked by a tune of this chain" in selection.declined["autotune"]
+    assert "aclose: called inside a tune of this chain" in selection.declined["autotune"]
 
 
 async def test_closing_waits_for_the_task_that_is_closing():
-    """Once any of them returns, the chain is closed. Closing a closed chain, or one never opened, does nothing."""
+    """Once any of them returns, the chain is closed. Closing a chain that is not open does nothing."""
     bench, ended = Bench(close_grace_s=1.0), []
     await bench.chain.aclose()
     await bench.chain.aopen()
@@ -74,8 +74,8 @@ async def test_closing_waits_for_the_task_that_is_closing():
     assert ended == [1, 1, 1]
 
 
-async def test_what_a_chain_opens_is_closed_by_the_task_that_opened_it():
-    """A store or tuner may hold a task group of its own, which no other task may leave."""
+async def test_resources_are_closed_by_the_task_that_opened_them():
+    """A store or tuner may have its own task group, which only the same task may leave."""
     steps = []
 
     class Grouped:
@@ -105,8 +105,8 @@ async def test_what_a_chain_opens_is_closed_by_the_task_that_opened_it():
     assert steps == ["open", "close"]
 
 
-async def test_a_chain_that_cannot_be_opened_says_why_and_may_be_opened_later():
-    """What its store raises is raised; nothing is left open."""
+async def test_an_error_while_opening_is_raised_and_leaves_the_chain_closed():
+    """The store's error is raised, and the chain may be opened later."""
 
     class Refusing:
         refuses = True
@@ -133,8 +133,8 @@ async def test_a_chain_that_cannot_be_opened_says_why_and_may_be_opened_later():
         assert await chain.choose(call(), TOY) == BEST
 
 
-async def test_a_cancelled_closer_has_closed():
-    """Closing is bounded and goes through; who is cancelled meanwhile hears of it afterwards."""
+async def test_a_cancelled_aclose_still_closes_the_chain():
+    """Closing is bounded and shielded; the cancellation is raised afterwards."""
     bench = Bench()
     await bench.chain.aopen()
     async with anyio.create_task_group() as tasks:
@@ -145,22 +145,22 @@ async def test_a_cancelled_closer_has_closed():
     assert bench.sink.names.count("closed") == 1
 
 
-async def test_a_chain_may_be_closed_while_it_is_being_opened_and_opened_while_it_is_being_closed():
-    """Opening it raises that it was closed; one that is opened again opens after the close, and works."""
-    bench, told = Bench(), []
+async def test_opening_and_closing_may_overlap():
+    """Opening raises if the chain is closed meanwhile; a later opening waits for the close, and works."""
+    bench, errors = Bench(), []
 
     async def begin(step, begun):
         begun.set()
         try:
             await step()
         except SelectorClosedError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(begin, bench.chain.aopen, begun := anyio.Event())
         await begun.wait()
         await bench.chain.aclose()
-    assert told == ["the selector was closed while it was being opened"]
+    assert errors == ["the selector was closed while it was being opened"]
     await bench.chain.aopen()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(begin, bench.chain.aclose, begun := anyio.Event())

@@ -1,4 +1,4 @@
-"""Many callers, one tune; who owns it, and how everything ends."""
+"""Tunes that many callers share: their owner, and their end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize(("is_open", "callers"), [(True, 3_000), (False, 1_000)], ids=["open", "without async with"])
 async def test_thousands_of_callers_share_one_tune(is_open, callers):
-    """However many tasks ask for a cold key, it is tuned once and all get one answer."""
+    """A cold key is tuned once for any number of tasks, and all get the same answer."""
     bench = Bench()
     kernel, inv, answers = Toy(), call(), []
 
@@ -44,7 +44,7 @@ async def test_thousands_of_callers_share_one_tune(is_open, callers):
 
 
 async def test_callers_share_one_read_of_the_store():
-    """A stampede on a cold key asks the store once."""
+    """Concurrent callers of a cold key read the store once."""
     reads = 0
 
     class Slow:
@@ -108,7 +108,7 @@ async def test_keys_on_one_device_take_turns_and_devices_do_not_wait_for_each_ot
 
 
 async def test_callers_with_other_checksums_do_not_evict_each_other():
-    """One key, two objectives and two candidate lists: an entry each, and nobody tunes twice."""
+    """One key with two objectives and two candidate lists has an entry for each, tuned once."""
 
     class Wider(Toy):
         candidates = (*Toy.candidates, Blocks(4))
@@ -128,7 +128,7 @@ async def test_callers_with_other_checksums_do_not_evict_each_other():
 
 
 async def test_a_tune_ignores_its_first_callers_overlays():
-    """What a candidate selects while it is measured must not depend on who asked first."""
+    """The selections of a candidate under measurement must not depend on the first caller."""
     seen = []
 
     class Nested(Toy):
@@ -208,7 +208,7 @@ def test_a_candidate_that_selects_from_its_thread_does_not_deadlock(real_backend
 
 
 async def test_closing_wakes_every_waiter_and_ends_every_tune():
-    """Leaving the context cancels tunes in flight; whoever waited gets SelectorClosedError of its own."""
+    """Leaving the context cancels tunes in flight; each waiter gets its own SelectorClosedError."""
     bench = Bench(script={"hangs": list(COSTS)}, allow={"candidate_timeout_s": 1000.0})
     errors = []
 
@@ -229,8 +229,8 @@ async def test_closing_wakes_every_waiter_and_ends_every_tune():
     assert (closed.name, closed.cancelled, closed.abandoned) == ("closed", 1, ())
 
 
-async def test_a_closed_chain_says_so():
-    """Nothing is selected through a chain that is closed; it may be opened again."""
+async def test_a_closed_chain_raises_selector_closed_error():
+    """A closed chain selects nothing; it may be opened again."""
     bench = Bench()
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
@@ -254,8 +254,8 @@ async def test_an_open_chain_cannot_be_entered_again():
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "tuning"])
-async def test_the_bodys_own_exception_comes_out_as_itself(busy):
-    """No ExceptionGroup around what the body raised, tunes in flight or not."""
+async def test_an_exception_of_the_body_is_not_wrapped(busy):
+    """It is raised without an ExceptionGroup, with or without tunes in flight."""
     bench = Bench(allow={"cache_miss_fallback": "background"})
     with pytest.raises(ZeroDivisionError, match="mine"):
         async with bench.chain as chain:
@@ -298,8 +298,8 @@ def test_a_natively_cancelled_asyncio_task_stays_cancelled():
 
 
 @pytest.mark.parametrize("stage", ["compiling", "measuring"])
-def test_closing_gives_threads_their_grace_and_names_what_is_left(real_backend, stage):
-    """A thread at its step gets close_grace_s and no more; one that is still busy is abandoned and named."""
+def test_closing_gives_threads_their_grace_and_names_busy_ones(real_backend, stage):
+    """A thread gets close_grace_s to finish its step; one that is still busy is abandoned and named."""
     from asel.runtime.threads import run_in_thread
 
     release = threading.Event()
@@ -348,8 +348,8 @@ def test_closing_gives_threads_their_grace_and_names_what_is_left(real_backend, 
         release.set()
 
 
-async def test_a_tune_nobody_waits_for_goes_on():
-    """Its result is worth keeping: the next caller finds it in memory."""
+async def test_a_tune_without_waiters_continues():
+    """Its result is still useful: the next caller finds it in memory."""
     bench = Bench()
     async with bench.chain as chain:
         with anyio.move_on_after(0.1):
@@ -359,8 +359,8 @@ async def test_a_tune_nobody_waits_for_goes_on():
     assert bench.tunes == 1
 
 
-def test_choose_nowait_from_a_thread_hands_its_event_and_its_request_to_the_loop(real_backend):
-    """Sinks are called on the loop only, and a background tune begun elsewhere belongs to the chain."""
+def test_choose_nowait_in_a_thread_emits_and_tunes_on_the_loop(real_backend):
+    """Sinks are called only on the loop, and the background tune belongs to the chain."""
     threads = set()
 
     async def main():
@@ -379,7 +379,7 @@ def test_choose_nowait_from_a_thread_hands_its_event_and_its_request_to_the_loop
 
 
 async def test_two_chains_over_one_cache_share_their_tunes():
-    """A pending entry is the tune, whichever chain began it."""
+    """A pending entry is the tune, even if another chain began it."""
     one = Bench()
     two = Bench(cache=one.cache)
     answers = []
@@ -396,8 +396,8 @@ async def test_two_chains_over_one_cache_share_their_tunes():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
-async def test_what_was_queued_when_the_chain_closed_begins_no_tune(turns):
-    """Nobody would carry it, and its key would be pending for ever."""
+async def test_a_call_still_queued_at_closing_begins_no_tune(turns):
+    """No task could run the tune, so its key would stay pending."""
     bench = Bench()
     async with bench.chain as chain:
         chain.choose_nowait(call(32), Toy())
@@ -406,8 +406,8 @@ async def test_what_was_queued_when_the_chain_closed_begins_no_tune(turns):
     assert bench.cache.pending() == []
 
 
-async def test_the_chain_that_waits_for_a_closed_chains_tune_tunes_by_itself():
-    """A waiter does not fail if another chain closes: it begins the tune again."""
+async def test_a_waiter_of_another_chain_tunes_again_when_that_chain_closes():
+    """A waiter does not fail because another chain closes."""
     one = Bench()
     two = Bench(cache=one.cache)
     answers = []
@@ -426,7 +426,7 @@ async def test_the_chain_that_waits_for_a_closed_chains_tune_tunes_by_itself():
 
 
 async def test_a_chain_serves_a_shielded_body_until_its_end():
-    """A chain closes when its block is left, and not when somebody cancels the task that opened it."""
+    """A chain closes when its block is left, not when the task that opened it is cancelled."""
     bench = Bench()
     async with anyio.create_task_group() as callers:
         with anyio.CancelScope() as outer:
@@ -456,8 +456,8 @@ class HungStore:
         await anyio.sleep_forever()
 
 
-async def test_closing_wakes_those_who_wait_for_the_store():
-    """Whatever a caller waits for, a close ends the wait."""
+async def test_closing_wakes_callers_that_wait_for_the_store():
+    """A close ends every kind of wait."""
     bench = Bench(persistent=HungStore(), store_timeout_s=1000.0)
     errors = []
 
@@ -476,8 +476,8 @@ async def test_closing_wakes_those_who_wait_for_the_store():
     assert sorted(bench.sink.names) == ["caller_left", "caller_left", "closed"]
 
 
-async def test_closing_while_a_result_is_stored_takes_the_grace_and_ends_the_tune_once():
-    """A paid-for result gets close_grace_s to reach the store, and a tune has one end."""
+async def test_closing_gives_a_result_the_grace_to_be_stored():
+    """A result gets close_grace_s to reach the store, and its tune ends once."""
 
     class SlowToSave(HungStore):
         async def load(self, key, checksum):
@@ -496,8 +496,8 @@ async def test_closing_while_a_result_is_stored_takes_the_grace_and_ends_the_tun
     assert ends == ["autotune_failed"]
 
 
-async def test_settled_waits_for_what_was_queued_while_it_waited():
-    """A call queued during the last tune is seen to before `settled` returns."""
+async def test_settled_also_waits_for_calls_queued_meanwhile():
+    """A call queued during the last tune is handled before `settled` returns."""
 
     class SlowToLoad:
         async def load(self, key, checksum):
@@ -520,7 +520,7 @@ async def test_settled_waits_for_what_was_queued_while_it_waited():
 
 
 def test_a_chain_may_be_opened_again_on_another_backend():
-    """Nothing of one event loop is left behind for the next, and a failed key's pause goes on."""
+    """No state of the first event loop remains, except that a failed key's pause continues."""
     bench = Bench(script={"run_errors": lambda cfg: ValueError("bad")}, allow={"retry_after_s": 1000.0})
 
     async def main():
@@ -537,7 +537,7 @@ def test_a_chain_may_be_opened_again_on_another_backend():
 
 
 def test_a_tune_of_another_event_loop_is_not_waited_for(real_backend):
-    """A cache's tunes belong to one loop; asking for one from another is an error, not a hang."""
+    """Tunes belong to one loop; waiting for one in another loop is an error, not a hang."""
     bench = Bench(costs=lambda cfg: 3600.0)
     started, done = threading.Event(), threading.Event()
 
@@ -565,8 +565,8 @@ def test_a_tune_of_another_event_loop_is_not_waited_for(real_backend):
     assert not thread.is_alive()
 
 
-async def test_a_retune_that_joins_a_tune_replaces_what_a_user_put():
-    """Whoever asks on purpose gets what it asked for, also where a tune was under way already."""
+async def test_a_retune_that_joins_a_tune_replaces_a_put_config():
+    """A retune has the same effect if a tune is already in flight."""
     bench = Bench()
     async with bench.chain as chain, anyio.create_task_group() as tasks:
         tasks.start_soon(chain.choose, call(), Toy())
@@ -578,7 +578,7 @@ async def test_a_retune_that_joins_a_tune_replaces_what_a_user_put():
 
 
 async def test_a_sink_that_interrupts_leaves_no_key_pending():
-    """A tune is under way before its first event."""
+    """The tune's task has started before its first event is emitted."""
 
     def interrupt(event):
         if event.name == "autotune_start":

@@ -1,4 +1,4 @@
-"""Chains that meet more than one event loop: at once, one after the other, or one that died."""
+"""Chains used in several event loops: concurrently, one after the other, or after one has died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
 
 
 def in_a_thread(backend, main):
-    """Run `main` in an event loop of its own; what it raised is in the list."""
+    """Run `main` in an event loop of its own, in a thread; its error, if any, is in the list."""
     raised = []
 
     def run():
@@ -33,29 +33,29 @@ def in_a_thread(backend, main):
 
 
 def held(measuring, may_end):
-    """Return a bench whose measure says that it has begun, and goes on when it is told."""
+    """Return a bench whose measure signals its start and then waits for a gate."""
     bench = Bench(costs=QUICK)
     compile_one = bench.measure.compile
 
-    async def compile_when_told(trial):
+    async def compile_at_the_gate(trial):
         measuring.set()
         await anyio.to_thread.run_sync(may_end.wait)
         return await compile_one(trial)
 
-    bench.measure.compile = compile_when_told
+    bench.measure.compile = compile_at_the_gate
     return bench
 
 
-@pytest.mark.parametrize("is_known", [False, True], ids=["cold key", "known key"])
-def test_an_open_chain_is_not_awaited_from_a_second_loop(real_backend, is_known):
-    """It is refused at that await, and the first loop's block goes on to its end."""
+@pytest.mark.parametrize("is_warm", [False, True], ids=["cold key", "warm key"])
+def test_an_open_chain_cannot_be_awaited_in_a_second_loop(real_backend, is_warm):
+    """The await raises, and the block in the first loop continues."""
     bench = Bench(costs=QUICK)
     opened, asked = threading.Event(), threading.Event()
     reached_the_end = []
 
     async def first():
         async with bench.chain as chain:
-            if is_known:
+            if is_warm:
                 await chain.choose(call(), Toy())
             opened.set()
             await anyio.to_thread.run_sync(asked.wait)
@@ -93,8 +93,8 @@ AWAITED = {
 
 
 @pytest.mark.parametrize("awaited", AWAITED)
-def test_nothing_of_an_open_chain_is_awaited_from_a_second_loop(real_backend, awaited):
-    """Not while a tune is in flight either, whose end would wake a task of the wrong loop."""
+def test_no_method_of_an_open_chain_can_be_awaited_in_a_second_loop(real_backend, awaited):
+    """Otherwise the end of a tune would wake a task of the wrong loop."""
     measuring, may_end = threading.Event(), threading.Event()
     bench = held(measuring, may_end)
     answers = []
@@ -118,7 +118,7 @@ def test_nothing_of_an_open_chain_is_awaited_from_a_second_loop(real_backend, aw
 
 
 def test_a_reader_of_events_is_woken_in_its_own_loop(real_backend):
-    """A chain that is not open tells what happens in the loop that asked last."""
+    """A chain that is not open emits its events in the loop of the last call."""
     bench = Bench(costs=QUICK)
     reading, got = threading.Event(), []
 
@@ -139,7 +139,7 @@ def test_a_reader_of_events_is_woken_in_its_own_loop(real_backend):
 
 
 def test_loops_over_one_unopened_chain_all_get_an_answer(real_backend):
-    """A tune of another loop cannot be waited for, so the heuristic answers until it has ended."""
+    """A tune of another loop cannot be awaited, so the heuristic answers until it has ended."""
     measuring, may_end = threading.Event(), threading.Event()
     bench = held(measuring, may_end)
     answers = []
@@ -162,8 +162,8 @@ def test_loops_over_one_unopened_chain_all_get_an_answer(real_backend):
     assert (raised, answers) == ([], [BEST])
 
 
-def test_a_loop_that_died_leaves_the_chain_free_to_be_opened_again():
-    """Nobody can close it where it was opened any more. Its tunes are dropped, and the next loop begins them anew."""
+def test_a_chain_whose_loop_died_may_be_opened_again():
+    """Its old loop cannot close it. Its tunes are dropped, and the next loop begins new ones."""
     costs = {}
     bench = Bench(costs=lambda cfg: costs.get(cfg, 3600.0))
     loop = asyncio.new_event_loop()
@@ -191,8 +191,8 @@ def test_a_loop_that_died_leaves_the_chain_free_to_be_opened_again():
     assert not bench.chain.statistics().pending
 
 
-def test_what_a_loop_that_died_has_left_can_be_closed_anywhere():
-    """The garbage collector closes a coroutine in whichever context it happens to run."""
+def test_coroutines_of_a_loop_that_died_can_be_closed_in_any_context():
+    """The garbage collector may close a coroutine in any context."""
     loop, bench = asyncio.new_event_loop(), Bench(costs=lambda cfg: 3600.0)
     task = loop.create_task(bench.chain.choose(call(), Toy()))
     loop.run_until_complete(anyio.wait_all_tasks_blocked())
@@ -204,8 +204,8 @@ def test_what_a_loop_that_died_has_left_can_be_closed_anywhere():
 
 
 @pytest.mark.anyio
-async def test_a_tune_that_another_chain_carries_on_is_over_for_the_chain_that_began_it():
-    """Two chains over one cache; neither keeps the tune, and with it the arguments it was begun with."""
+async def test_a_tune_continued_by_another_chain_leaves_its_first_chain():
+    """Neither of two chains over one cache keeps the finished tune and its arguments alive."""
     beginner = Bench()
     heir = Bench(cache=beginner.cache)
 
@@ -232,12 +232,12 @@ async def test_a_tune_that_another_chain_carries_on_is_over_for_the_chain_that_b
 @pytest.mark.anyio
 @pytest.mark.parametrize("raises", [asyncio.CancelledError, GeneratorExit, BaseException])
 @pytest.mark.parametrize("kind", ["sink", "callback"])
-async def test_a_sink_that_raises_a_base_exception_ends_nothing(kind, raises):
+async def test_a_base_exception_of_a_sink_cancels_no_task(kind, raises):
     """A CancelledError raised by a sink does not cancel the task that emits."""
-    told = []
+    names = []
 
     def broken(event):
-        told.append(event.name)
+        names.append(event.name)
         raise raises
 
     class Broken:
@@ -252,11 +252,11 @@ async def test_a_sink_that_raises_a_base_exception_ends_nothing(kind, raises):
         assert await chain.choose(call(16), Toy()) == BEST
         reached_the_end = True
     assert reached_the_end
-    assert "autotune_finish" in told
+    assert "autotune_finish" in names
 
 
 class Odd(BaseException):
-    """What nobody expects."""
+    """An unexpected BaseException."""
 
 
 def in_the_measure(error):
@@ -309,8 +309,8 @@ def in_the_store(error):
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "without async with"])
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), Odd("odd")], ids=["CancelledError", "Odd"])
 @pytest.mark.parametrize("where", [in_the_measure, in_a_sample, in_the_strategy, in_the_tuner, in_the_store])
-async def test_what_tuners_and_stores_raise_of_their_own_ends_nothing(where, error, is_open):
-    """As when a task that a client library waits for was cancelled: it has failed, and its caller was not cancelled."""
+async def test_base_exceptions_of_tuners_and_stores_are_failures(where, error, is_open):
+    """If a client library's own task is cancelled, the operation has failed; its caller is not cancelled."""
     bench = Bench(**where(error))
 
     async def scene(chain):
@@ -324,16 +324,16 @@ async def test_what_tuners_and_stores_raise_of_their_own_ends_nothing(where, err
     else:
         answers = await scene(bench.chain)
     assert answers == [BEST if where is in_the_store else GUESS] * 2
-    told = {event.error_type for name in ("autotune_failed", "store_error") for event in bench.sink.named(name)}
-    assert told <= {type(error).__name__, "RuntimeError"}
-    assert told
+    error_types = {event.error_type for name in ("autotune_failed", "store_error") for event in bench.sink.named(name)}
+    assert error_types <= {type(error).__name__, "RuntimeError"}
+    assert error_types
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), Odd("odd")], ids=["CancelledError", "Odd"])
 @pytest.mark.parametrize("method", ["heuristic_cfg", "candidate_cfgs", "candidate_priority", "key_builder"])
-async def test_what_a_kernel_raises_of_its_own_is_the_kernels_failure(method, error):
-    """A tier declines for it. A key builder's is the caller's to see, as an error like any other."""
+async def test_base_exceptions_of_a_kernel_are_failures(method, error):
+    """A tier declines because of it. An error in a key builder is raised to the caller."""
 
     def broken(*given):
         raise error
@@ -351,8 +351,8 @@ async def test_what_a_kernel_raises_of_its_own_is_the_kernels_failure(method, er
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("how", ["scope", "deadline", "native"])
-async def test_a_caller_that_is_cancelled_is_cancelled(how, anyio_backend_name):
-    """Whoever did it: a scope around the caller, a deadline, or asyncio itself."""
+async def test_cancelling_a_caller_cancels_it(how, anyio_backend_name):
+    """By a scope around the caller, by a deadline, or by asyncio itself."""
     bench = Bench(persistent=Never())
     outcome = []
 
@@ -395,7 +395,7 @@ class Never:
 
 @pytest.mark.parametrize(("here", "there"), [("asyncio", "trio"), ("trio", "asyncio")])
 def test_choose_nowait_in_another_loop_has_the_chain_tune(here, there):
-    """Whatever library that loop is of: the tune runs in the chain's, and belongs to it."""
+    """The tune runs in the chain's loop and belongs to it, for each pair of async libraries."""
 
     async def main():
         bench = Bench(costs=QUICK)

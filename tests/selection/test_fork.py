@@ -1,4 +1,4 @@
-"""A forked child answers, whatever the parent's threads were doing at that moment."""
+"""A forked child works, even if the parent's threads held locks during the fork."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ raise SystemExit(f"the child ended with {status}" if status else 0)
 
 
 @pytest.mark.timeout(60)  # another process loads JAX
-def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_holds():
-    """A fork copies a lock and not its holder, so the child makes each anew."""
+def test_a_forked_child_does_not_wait_for_a_lock_of_the_parent():
+    """A fork copies a lock but not its holder, so the child makes each lock anew."""
     command = [sys.executable, "-c", PROGRAM]
     ended = subprocess.run(command, timeout=55, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -75,9 +75,9 @@ class Doubling(Kernel):
     def heuristic_cfg(self, inv): return 1
     def candidate_cfgs(self, inv): return [1, 2]
 
-told = []
+events = []
 measure = ScriptedMeasure({1: 0.002, 2: 0.001})
-chain = ConfigSelectorChain(sinks=[], on_event=told.append, tuner=Tuner(0, 1, measure=measure, strategy="exhaustive"))
+chain = ConfigSelectorChain(sinks=[], on_event=events.append, tuner=Tuner(0, 1, measure=measure, strategy="exhaustive"))
 opened, over = threading.Event(), threading.Event()
 call = lambda n: Invocation("doubling", (n,), {})
 
@@ -89,7 +89,7 @@ async def serve():
 def child():
     signal.alarm(40)
     chain.choose_nowait(call(1), Doubling())
-    assert [event.name for event in told] == ["heuristics"], told
+    assert [event.name for event in events] == ["heuristics"], events
 
     async def again():
         assert await chain.choose(call(2), Doubling()) == 2
@@ -121,8 +121,8 @@ raise SystemExit(f"the child ended with {status}" if status else 0)
 
 @pytest.mark.timeout(60)  # another process loads JAX
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_chain_that_the_parent_has_open_is_a_chain_that_was_never_opened_in_the_child(backend):
-    """The parent's loop does not run there: the child tells its own events, tunes for itself, and may open it."""
+def test_an_open_chain_is_not_open_in_a_forked_child(backend):
+    """The parent's loop does not run there: the child emits its own events, tunes, and may open the chain."""
     command = [sys.executable, "-c", f"BACKEND = {backend!r}\n{OPEN}"]
     ended = subprocess.run(command, timeout=55, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""Ctrl-C, and another one while the chain is closing."""
+"""A second Ctrl-C while the first one closes the chain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asel.testing import ScriptedMeasure
 CALL = (jnp.ones(3),)
 begun = threading.Event()
 
-def told(line):
+def report(line):
     print(line, flush=True)
 
 async def ask_until_interrupted(chain, kernel, in_body=lambda: None):
@@ -28,10 +28,10 @@ async def ask_until_interrupted(chain, kernel, in_body=lambda: None):
     async def tell_when_all_wait():
         await anyio.to_thread.run_sync(begun.wait)
         await anyio.wait_all_tasks_blocked()
-        told("begun")
+        report("begun")
         await leaving.wait()
         await anyio.wait_all_tasks_blocked()
-        told("closing")
+        report("closing")
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(tell_when_all_wait)
@@ -46,7 +46,7 @@ def run(main, *args):
     try:
         anyio.run(main, *args, backend=sys.argv[1])
     except* KeyboardInterrupt:
-        told("interrupted")
+        report("interrupted")
 """
 
 HANGING = """
@@ -113,7 +113,7 @@ def strikes(position):
             finally:
                 sys.setprofile(profile)
 
-    told(position)
+    report(position)
     run(main)
     return left == 0
 
@@ -142,7 +142,7 @@ def output_to_its_end(child, within_s):
 @pytest.mark.timeout(60)  # another process loads JAX
 @pytest.mark.parametrize("second", ["body", "close"])
 def test_a_second_interrupt_does_not_wait_for_threads(real_backend, second):
-    """The first Ctrl-C gives threads the grace to come back; a second one ends the program."""
+    """The first Ctrl-C gives threads their grace; a second one ends the program."""
     with started(real_backend, HANGING, arguments=[second]) as child:
         assert child.stdout.readline() == "begun\n"
         child.send_signal(signal.SIGINT)
@@ -155,7 +155,7 @@ def test_a_second_interrupt_does_not_wait_for_threads(real_backend, second):
 
 @pytest.mark.timeout(60)  # another process loads JAX
 def test_a_second_interrupt_does_not_wait_for_the_store(real_backend):
-    """The first Ctrl-C lets a result be stored; whoever presses it again does without."""
+    """The first Ctrl-C lets a result be stored; a second one does not."""
     with started(real_backend, SAVING, SAVING_ONCE) as child:
         assert child.stdout.readline() == "begun\n"
         child.send_signal(signal.SIGINT)
@@ -166,8 +166,8 @@ def test_a_second_interrupt_does_not_wait_for_the_store(real_backend):
 
 
 @pytest.mark.timeout(60)  # another process loads JAX
-def test_a_second_interrupt_may_strike_before_closing_waits_for_anything():
-    """Asyncio raises it between any two calls of the code that closes, half-way through whatever that does."""
+def test_a_second_interrupt_may_come_before_closing_awaits():
+    """Asyncio raises it between any two lines of the code that closes."""
     with started("asyncio", SAVING, SAVING_AND_INTERRUPTED) as child:
         out, errors = output_to_its_end(child, 50)
     lines = out.splitlines()

@@ -1,4 +1,4 @@
-"""Kernels that are made for every call: none is kept alive, and a hit costs the same after thousands of them."""
+"""Kernels that are made for every call are not kept alive, and do not slow down hits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEURISTICS_ONLY = AutotunePolicy(allow_autotune=False)
 
 
 class Made(Kernel[Blocks, Any]):
-    """Has an attribute, of which more depends than one sees."""
+    """A kernel whose attribute is part of its identity."""
 
     op_id = "made"
 
@@ -68,7 +68,7 @@ def alive(kernels: weakref.WeakSet[Any]) -> int:
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 async def test_choosing_keeps_no_kernel_alive(state: Any) -> None:
-    """Not one of three thousand, in memory or not."""
+    """Of three thousand kernels none is kept, with or without an entry in memory."""
     made: weakref.WeakSet[Any] = weakref.WeakSet()
     inv: Invocation[Any, Any] = Invocation("made", (X,), {})
     async with chain() as selector:
@@ -82,8 +82,8 @@ async def test_choosing_keeps_no_kernel_alive(state: Any) -> None:
 
 
 @pytest.mark.parametrize("jit", [True, False])
-async def test_executing_keeps_one_kernel_of_those_that_are_equal(jit: bool) -> None:
-    """Whose program the others run, in the fast lane too."""
+async def test_executing_keeps_one_of_several_equal_kernels(jit: bool) -> None:
+    """The others run its program, on the warm path too."""
     made: weakref.WeakSet[Any] = weakref.WeakSet()
     async with chain() as selector:
         execute: Executor[Any, Any] = Executor(selector, jit=jit)
@@ -98,7 +98,7 @@ async def test_executing_keeps_one_kernel_of_those_that_are_equal(jit: bool) -> 
 
 @pytest.mark.parametrize("held", [jnp.bfloat16, np.float32, np.dtype("int8"), np.float32(2)], ids=str)
 async def test_kernels_that_hold_a_dtype_or_a_numpy_scalar_share_a_program(held: Any) -> None:
-    """They have an array's attributes, and cannot change."""
+    """Dtypes and NumPy scalars have an array's attributes, but are immutable."""
     made: weakref.WeakSet[Any] = weakref.WeakSet()
     async with chain() as selector:
         execute: Executor[Any, Any] = Executor(selector)
@@ -129,7 +129,7 @@ class Slots:
         return [1]
 
 
-async def test_kernels_in_slots_are_known_by_class_and_state() -> None:
+async def test_kernels_with_slots_are_identified_by_class_and_state() -> None:
     """Equal ones share a program; those that differ in a private slot do not."""
     execute: Executor[Any, Any] = Executor(chain())
     for by in (2, 3, 2):
@@ -141,8 +141,8 @@ async def test_kernels_in_slots_are_known_by_class_and_state() -> None:
     assert programs[0] is programs[1] is not None
 
 
-async def test_few_kernels_are_kept_alive_that_cannot_be_referred_to_weakly() -> None:
-    """Their ids have to stay their own for as long as they stand for them."""
+async def test_few_kernels_without_weak_references_are_kept_alive() -> None:
+    """Such a kernel is identified by its id, so it is kept for as long as its id is in use."""
 
     class Watched:
         pass
@@ -157,8 +157,8 @@ async def test_few_kernels_are_kept_alive_that_cannot_be_referred_to_weakly() ->
     assert alive(held) <= 256
 
 
-async def test_equal_kernels_take_the_fast_lane(monkeypatch) -> None:
-    """What one has run, the next need not find out."""
+async def test_equal_kernels_take_the_warm_path(monkeypatch) -> None:
+    """Once one has run, the others run without another look-up."""
     async with chain() as selector:
         execute: Executor[Any, Any] = Executor(selector)
         selector.cache.put(*selector.resolve(Invocation("made", (X,), {}), Made(1)).key, Blocks(3))
@@ -180,8 +180,8 @@ MAKERS = {
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)  # the loop does not matter here
-async def test_executing_keeps_no_kernel_alive_that_is_known_by_itself(make: Any, jit: bool) -> None:
-    """Nor its compiled programs, which nobody can ask for again."""
+async def test_executing_keeps_no_kernel_alive_that_is_identified_by_its_id(make: Any, jit: bool) -> None:
+    """Its compiled programs are released as well."""
     made: weakref.WeakSet[Any] = weakref.WeakSet()
     async with chain() as selector:
         execute: Executor[Any, Any] = Executor(selector, jit=jit)
@@ -201,8 +201,8 @@ async def test_executing_keeps_no_kernel_alive_that_is_known_by_itself(make: Any
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_what_a_tune_compiled_goes_with_its_kernel(make: Any) -> None:
-    """While the kernel lives it is what runs. The executor outlives it."""
+def test_programs_of_a_tune_are_released_with_their_kernel(make: Any) -> None:
+    """They are used while the kernel lives, even though the executor outlives it."""
 
     async def main() -> tuple[Executor[Any, Any], threading.Event]:
         async with chain(AutotunePolicy(), tuner=Tuner(warmup=1, iters=1)) as selector:
@@ -214,13 +214,13 @@ def test_what_a_tune_compiled_goes_with_its_kernel(make: Any) -> None:
             return execute, gone
 
     execute, gone = anyio.run(main)
-    # A thread lets go of the tune's candidates after its end; what is in a cycle then waits for the collector.
+    # A thread releases the tune's candidates after the tune has ended; cycles then wait for the garbage collector.
     assert any(gc.collect() is not None and gone.wait(0.1) for _ in range(100))
     assert len(execute._runs._programs._by_signature) == 1
 
 
-def test_hits_of_kernels_made_per_call_stay_flat() -> None:
-    """The last thousand calls of many cost what the first cost."""
+def test_hits_of_kernels_made_per_call_have_constant_cost() -> None:
+    """The last thousand calls cost as much as the first thousand."""
     selector = chain()
     inv: Invocation[Any, Any] = Invocation("made", (X,), {})
     selector.cache.put(*selector.resolve(inv, Made(1)).key, Blocks(3))
@@ -228,7 +228,7 @@ def test_hits_of_kernels_made_per_call_stay_flat() -> None:
     def seconds(count: int) -> float:
         best = float("inf")
         for _ in range(5):
-            start = time.thread_time()  # whatever else the machine does
+            start = time.thread_time()  # excludes the load of other processes
             for _ in range(count // 5):
                 selector.choose_nowait(inv, Made(1))
             best = min(best, time.thread_time() - start)

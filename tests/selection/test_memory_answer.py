@@ -1,4 +1,4 @@
-"""What repeated calls get without a walk is exactly what the walk would answer."""
+"""Repeated calls get the same answer without a walk as with one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ actions = st.one_of(
 @given(plan=st.lists(actions, min_size=5, max_size=40), bound=st.sampled_from([None, 1, 2]))
 @settings(max_examples=300, deadline=None)
 def test_repeated_calls_and_the_walk_always_agree(plan, bound):
-    """Whatever happens between two calls, the second gets what a walk would answer, and emits the same event."""
+    """After any change between two calls, the second gets the walk's answer and emits the same event."""
 
     async def main():
         # One chain answers without a walk if it can; the other forgets its last answers before every call.
@@ -85,13 +85,13 @@ def test_repeated_calls_and_the_walk_always_agree(plan, bound):
 
 
 def test_the_second_hit_of_a_signature_is_answered_without_a_walk():
-    """What makes hits cost microseconds is really there."""
+    """The fast lane that makes hits cost microseconds is in use."""
 
     async def main():
         chain = ConfigSelectorChain(ConfigCache(), AutotunePolicy(allow_autotune=False), sinks=())
         chain.cache.put(*KEYS[8].key, Blocks(5))
         await chain.choose(call(8), KERNEL)
-        chain._tiers = chain._call = None  # whoever walks now, falls
+        chain._tiers = chain._call = None  # a walk would fail now
         assert await chain.choose(call(8), KERNEL) == Blocks(5)
         assert chain.choose_nowait(call(8), KERNEL) == Blocks(5)
 

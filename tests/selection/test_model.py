@@ -1,8 +1,8 @@
-"""Random callers, delays, cancellations, failures and closes, against what must always hold.
+"""Random callers, delays, cancellations, failures and closes, checked against invariants.
 
 A scenario is a list of steps at random moments of virtual time. Every caller must be answered or
-refused in a way its policy allows; no key has two tunes at once or one tune too many; when all is
-quiet nothing is pending.
+refused as its policy allows; no key has two concurrent tunes or is tuned again needlessly; and at the
+end nothing is pending.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXAMPLES = 90  # times two backends and sixty steps: more than 10,000
 
 @dataclass(frozen=True)
 class Step:
-    """What happens next, and how long after the step before."""
+    """The next action, and its delay after the one before."""
 
     action: str
     after_s: float

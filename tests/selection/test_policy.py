@@ -1,4 +1,4 @@
-"""What a caller allows, and for whom it changes."""
+"""Policies, and their overrides for a task."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asel.selection.policy import objective_of
 KEY = ("dev1", "op1", "key1")
 
 
-def test_defaults_are_those_of_the_design():
-    """The policy nobody wrote is the one that is documented."""
+def test_the_default_policy_is_the_documented_one():
+    """The defaults are part of the API."""
     assert {f.name: f.default for f in fields(AutotunePolicy)} == {
         "allow_autotune": True,
         "allow_heuristics": True,
@@ -33,7 +33,7 @@ def test_defaults_are_those_of_the_design():
 
 
 def test_a_policy_is_an_immutable_value():
-    """Nobody changes a policy behind another's back."""
+    """A policy cannot be changed for others that share it."""
     policy = AutotunePolicy()
     with pytest.raises(FrozenInstanceError):
         policy.allow_autotune = False
@@ -88,7 +88,7 @@ def test_an_override_is_for_one_selector_and_ends_with_its_block():
 
 
 def test_an_override_is_left_when_its_block_raises():
-    """An exception restores what was."""
+    """An exception restores the earlier policy."""
     chain = Bench().chain
     with pytest.raises(ZeroDivisionError), policy_override(chain, allow_autotune=False):
         raise ZeroDivisionError
@@ -114,7 +114,7 @@ def scope(request):
 
 
 def test_scopes_may_be_left_in_any_order(scope):
-    """Overlapping scopes close as they please: what is left open holds, what is closed does not."""
+    """With overlapping scopes, an open one is in force and a closed one is not."""
     make, active = scope
     first, second, third = make(), make(), make()
     for each in (first, second, third):
@@ -127,7 +127,7 @@ def test_scopes_may_be_left_in_any_order(scope):
 
 
 def test_a_scope_may_be_entered_again(scope):
-    """One object, many blocks: after each other, and inside each other."""
+    """One object may open several blocks, one after the other or nested."""
     make, active = scope
     again = make()
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_a_scope_may_be_entered_again(scope):
 
 
 def test_leaving_in_another_context_is_harmless(scope):
-    """A scope that this context never entered has nothing to undo here."""
+    """A context that never entered the scope has nothing to undo."""
     make, active = scope
     entered = make()
     contextvars.copy_context().run(entered.__enter__)
@@ -149,7 +149,7 @@ def test_leaving_in_another_context_is_harmless(scope):
 
 @pytest.mark.anyio
 async def test_scopes_hold_for_a_task_and_its_children_only(scope):
-    """A child task and a worker thread see what their parent opened; a sibling does not."""
+    """A child task and a worker thread inherit open scopes; a sibling does not."""
     make, active = scope
     seen = {}
     inside, leave = anyio.Event(), anyio.Event()
@@ -200,7 +200,7 @@ async def test_overlapping_tasks_leave_the_policy_as_it_was():
 
 
 def test_the_objective_follows_policy_and_scope():
-    """Backward timing is the policy's wish, and forward_autotune_only's veto."""
+    """`validate_backward` asks for backward timing, and `forward_autotune_only` overrides it."""
     backward = AutotunePolicy(validate_backward=True)
     assert objective_of(AutotunePolicy()) == "forward"
     assert objective_of(backward) == "forward+backward"

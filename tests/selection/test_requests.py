@@ -1,4 +1,4 @@
-"""Requests that make no sense: refused in a sentence, before anything is done."""
+"""Invalid requests are refused with one sentence, before anything is done."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ WRONG = [
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("inv", "of", "said"), WRONG)
+@pytest.mark.parametrize(("inv", "of", "message"), WRONG)
 @pytest.mark.parametrize("method", ["choose", "select", "explain", "retune", "choose_nowait"])
-async def test_what_is_not_a_call_and_its_kernel_is_named(method, inv, of, said):
-    """Whichever way it is asked: an error of asel's own, and not an attribute that something lacks."""
+async def test_an_invalid_call_or_kernel_is_named(method, inv, of, message):
+    """Every method raises an error of asel's, not an AttributeError."""
     bench = Bench()
     async with bench.chain as chain:
-        with pytest.raises(InvalidRequestError, match=said):
+        with pytest.raises(InvalidRequestError, match=message):
             answer = getattr(chain, method)(inv, of)
             if method != "choose_nowait":
                 await answer
@@ -70,16 +70,16 @@ WRONG_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), WRONG_OPTIONS)
-def test_a_wrong_parameter_of_a_selector_is_named(options, said):
-    """It is refused where it enters, and not by the first call that needs it."""
-    with pytest.raises(InvalidRequestError, match=said):
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)
+def test_a_wrong_parameter_of_a_selector_is_named(options, message):
+    """It is refused by the constructor, not by the first call that needs it."""
+    with pytest.raises(InvalidRequestError, match=message):
         ConfigSelectorChain(**options)
 
 
 @pytest.mark.anyio
-async def test_what_is_withdrawn_is_checked_as_what_is_chosen():
-    """A withdrawal for another kernel would do nothing, and say so to nobody."""
+async def test_withdraw_checks_its_request():
+    """Without the check, a withdrawal for another kernel would silently do nothing."""
     async with Bench().chain as chain:
         with pytest.raises(InvalidRequestError, match="this invocation is of 'toy', and the kernel is 'other'"):
             await chain.withdraw(call(), Other(), BEST, MemoryError("too large"))
@@ -88,7 +88,7 @@ async def test_what_is_withdrawn_is_checked_as_what_is_chosen():
 @pytest.mark.anyio
 @pytest.mark.parametrize("method", ["__call__", "nowait"])
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ((None, X), "a NoneType is not a kernel"),
         ((lambda x: x, X), "a function is not a kernel"),
@@ -97,25 +97,25 @@ async def test_what_is_withdrawn_is_checked_as_what_is_chosen():
         ((call(), Toy()), "an Invocation is not a kernel"),
     ],
 )
-async def test_what_an_executor_cannot_run_is_named(method, given, said):
-    """A kernel and its arguments are what it takes."""
+async def test_an_invalid_call_of_an_executor_is_named(method, given, message):
+    """An executor takes a kernel and its arguments."""
     async with Bench().chain as chain:
-        with pytest.raises(InvalidRequestError, match=said):
+        with pytest.raises(InvalidRequestError, match=message):
             out = getattr(Executor(chain), method)(*given)
             if method == "__call__":
                 await out
 
 
 @pytest.mark.parametrize("selector", [None, Toy(), ConfigCache()])
-def test_an_executor_is_made_of_a_selector(selector):
-    """Whatever else it is given is named where it is given."""
+def test_an_executor_needs_a_selector(selector):
+    """Any other object is named in the constructor's error."""
     with pytest.raises(InvalidRequestError, match=f"a {type(selector).__name__} is not a ConfigSelectorChain"):
         Executor(selector)
 
 
 @pytest.mark.anyio
-async def test_an_invocation_of_another_op_is_refused_although_memory_has_an_answer():
-    """A signature does not have the op in it, since the kernel stands for that."""
+async def test_an_invocation_of_another_op_is_refused_despite_a_memory_answer():
+    """A signature does not contain the op, since the kernel implies it."""
     bench, toy = Bench(), Toy()
     async with bench.chain as chain:
         assert await chain.choose(call(), toy) == BEST
@@ -129,7 +129,7 @@ async def test_an_invocation_of_another_op_is_refused_although_memory_has_an_ans
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("example", "said"),
+    ("example", "message"),
     [
         ((Toy(), X), r"example 1, of 'toy', is a FakeArray; pass the arguments as a tuple, \(kernel, \(x,\)\)"),
         ((Toy(), [X]), "is a list; pass the arguments as a tuple"),
@@ -140,31 +140,31 @@ async def test_an_invocation_of_another_op_is_refused_although_memory_has_an_ans
         ((Other(), call()), "this invocation is of 'toy', and the kernel is 'other'"),
     ],
 )
-async def test_a_wrong_example_ends_a_warm_up_before_it_begins(example, said):
-    """The batch says which one it is, and nothing has been tuned by then."""
+async def test_a_wrong_example_ends_a_warm_up_before_it_begins(example, message):
+    """The error names the example, and nothing has been tuned yet."""
     bench = Bench()
     async with bench.chain as chain:
-        with pytest.raises(InvalidRequestError, match=said):
+        with pytest.raises(InvalidRequestError, match=message):
             await warm_up(chain, [(Toy(), call()), example])
     assert bench.tunes == 0
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (([(Toy(), call())], Bench().chain), "a list is not a selector; it comes before the examples"),
+        (([(Toy(), call())], Bench().chain), "a list is not a selector; pass a ConfigSelectorChain first"),
         ((Bench().chain, None), "a NoneType is not a list of"),
     ],
 )
-async def test_swapped_arguments_of_a_warm_up_are_named(arguments, said):
+async def test_swapped_arguments_of_a_warm_up_are_named(arguments, message):
     """The selector comes first."""
-    with pytest.raises(InvalidRequestError, match=said):
+    with pytest.raises(InvalidRequestError, match=message):
         await warm_up(*arguments)
 
 
 def test_a_warm_up_prepares_its_examples_in_a_thread(real_backend):
-    """What a kernel prepares may have to be compiled."""
+    """A kernel's `prepare` may compile."""
     on_loop = []
 
     class Prepared(Toy):
@@ -181,8 +181,8 @@ def test_a_warm_up_prepares_its_examples_in_a_thread(real_backend):
     assert on_loop == [False]
 
 
-def test_a_kernels_own_attribute_error_is_its_own():
-    """What a key builder raises is not taken for a wrong request."""
+def test_an_attribute_error_of_a_kernel_is_raised_unchanged():
+    """An error in a key builder is not mistaken for an invalid request."""
 
     class Broken(Toy):
         def key_builder(self, inv):

@@ -1,4 +1,4 @@
-"""Keys that are tuned again, or not: after a failure, a removal, an eviction, on purpose."""
+"""Keys that are tuned again, or not: after a failure, a removal, an eviction, or by `retune`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
 
 
 async def test_a_failed_tune_waits_before_it_is_tried_again():
-    """After a tune in which all failed the heuristic answers for retry_after_s, then one more tune begins."""
+    """If all candidates fail, the heuristic answers for retry_after_s; then one more tune begins."""
     bench = Bench(
         allow={"retry_after_s": 100.0}, script={"run_errors": lambda cfg: ValueError("bad") if bench.broken else None}
     )
@@ -39,8 +39,8 @@ async def test_a_failed_tune_waits_before_it_is_tried_again():
     assert bench.tunes == 2
 
 
-async def test_waiters_of_a_failed_tune_get_an_error_of_their_own_where_heuristics_are_off():
-    """Each waiter raises its own copy; calls during the pause get NoConfigError saying so."""
+async def test_without_heuristics_each_waiter_of_a_failed_tune_gets_its_own_error():
+    """Each waiter raises its own copy; calls during the pause get a NoConfigError with the reason."""
     bench = Bench(allow={"allow_heuristics": False}, script={"run_errors": lambda cfg: ValueError("bad")})
     errors = []
 
@@ -63,8 +63,8 @@ async def test_waiters_of_a_failed_tune_get_an_error_of_their_own_where_heuristi
     assert bench.tunes == 1
 
 
-async def test_a_tuner_that_breaks_is_a_failed_tune():
-    """Whatever a tuner raises ends the tune, wakes the waiters and becomes a TuningError."""
+async def test_an_error_of_a_tuner_is_a_failed_tune():
+    """Any exception of a tuner ends the tune, wakes the waiters and becomes a TuningError."""
 
     class Broken:
         async def tune(self, job):
@@ -78,8 +78,8 @@ async def test_a_tuner_that_breaks_is_a_failed_tune():
     assert bench.cache.pending() == []
 
 
-async def test_a_cleared_key_is_not_tuned_again_unless_asked():
-    """forbid_reautotune: what the user removed stays removed, until `retune` (ejKernel's defect 6 cannot happen)."""
+async def test_a_cleared_key_is_only_tuned_again_by_retune():
+    """forbid_reautotune: a key that the user removed stays removed (ejKernel's defect 6 cannot happen)."""
     bench = Bench()
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
@@ -92,7 +92,7 @@ async def test_a_cleared_key_is_not_tuned_again_unless_asked():
     assert bench.tunes == 2
 
 
-async def test_a_cleared_key_is_tuned_again_where_that_is_allowed():
+async def test_a_cleared_key_is_tuned_again_if_that_is_allowed():
     """forbid_reautotune=False: clearing the cache is enough."""
     bench = Bench(forbid_reautotune=False)
     async with bench.chain as chain:
@@ -102,7 +102,7 @@ async def test_a_cleared_key_is_tuned_again_where_that_is_allowed():
 
 
 async def test_eviction_does_not_forbid_a_tune():
-    """A key that made room for others is tuned again: nobody removed it on purpose."""
+    """An evicted key is tuned again, since the user did not remove it."""
     bench = Bench(cache=ConfigCache(max_entries=1))
     async with bench.chain as chain:
         for size in (8, 16, 8):
@@ -111,7 +111,7 @@ async def test_eviction_does_not_forbid_a_tune():
 
 
 async def test_retune_replaces_the_record_and_the_old_answer_serves_meanwhile():
-    """`retune` measures again on purpose; until it is done everyone gets what was known."""
+    """During a `retune`, calls get the old answer."""
     store = DictStore()
     bench = Bench(costs=lambda cfg: bench.costs[cfg.m], persistent=store)
     bench.costs = {1: 0.3, 2: 0.2, 3: 0.1}
@@ -128,7 +128,7 @@ async def test_retune_replaces_the_record_and_the_old_answer_serves_meanwhile():
 
 
 async def test_a_failed_retune_loses_nothing():
-    """What was known before a retune that failed is known after it."""
+    """The old answer stays in force after a retune that failed."""
     bench = Bench(script={"run_errors": lambda cfg: bench.error})
     bench.error = None
     async with bench.chain as chain:
@@ -139,8 +139,8 @@ async def test_a_failed_retune_loses_nothing():
         assert await chain.choose(call(), Toy()) == BEST
 
 
-async def test_retune_where_tuning_is_not_allowed_says_so():
-    """`retune` does not go against the policy, the environment or a freeze."""
+async def test_retune_raises_the_reason_if_tuning_is_not_allowed():
+    """`retune` respects the policy, the environment and a freeze."""
     bench = Bench()
     async with bench.chain as chain:
         with policy_override(chain, allow_autotune=False), pytest.raises(NoConfigError, match="autotuning is off"):
@@ -152,7 +152,7 @@ async def test_retune_where_tuning_is_not_allowed_says_so():
 
 @pytest.mark.parametrize("value", ["off", "OFF", "0", "false", "no"])
 async def test_the_environment_turns_tuning_off_everywhere(monkeypatch, value):
-    """ASEL_AUTOTUNE=off: no chain tunes, whatever its policy says."""
+    """With ASEL_AUTOTUNE=off no chain tunes, under any policy."""
     monkeypatch.setenv("ASEL_AUTOTUNE", value)
     bench = Bench()
     async with bench.chain as chain:
@@ -166,8 +166,8 @@ async def test_the_environment_turns_tuning_off_everywhere(monkeypatch, value):
     assert bench.tunes == 0
 
 
-async def test_a_frozen_chain_tunes_nothing_and_flags_what_came_late():
-    """After `freeze` a new key is answered by heuristics and told as `late_tune`; known keys are as before."""
+async def test_a_frozen_chain_tunes_nothing_and_reports_late_calls():
+    """After `freeze` a new key gets the heuristic with a `late_tune` event; other keys are unaffected."""
     bench = Bench()
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
@@ -179,7 +179,7 @@ async def test_a_frozen_chain_tunes_nothing_and_flags_what_came_late():
 
 
 async def test_only_a_call_that_freezing_stopped_is_late():
-    """`late_tune` flags what would have been tuned; a call whose policy forbids tuning would not."""
+    """`late_tune` is emitted for calls that would have been tuned, not if the policy forbids tuning."""
     bench = Bench(allow={"allow_autotune": False})
     async with bench.chain as chain:
         chain.freeze()
@@ -188,8 +188,8 @@ async def test_only_a_call_that_freezing_stopped_is_late():
     assert bench.sink.named("late_tune") == []
 
 
-async def test_clearing_what_a_user_put_over_a_tune_still_forbids_a_tune():
-    """The key was tuned, and the user removed it: by which road does not matter."""
+async def test_clearing_a_put_config_of_a_tuned_key_still_forbids_a_tune():
+    """The key was tuned, and the user removed it."""
     bench = Bench()
     async with bench.chain as chain:
         await chain.choose(call(), Toy())

@@ -1,4 +1,4 @@
-"""The persistent tier: what is read, what is written, and stores that fail."""
+"""The persistent tier: reading, writing, and stores that fail."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.anyio
 QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
 
 
-async def test_persistent_answers_what_another_process_found_and_fills_memory():
-    """A record of the right key and checksum is loaded once, then memory has it."""
+async def test_a_record_of_another_process_is_loaded_into_memory():
+    """A record of the right key and checksum is read once; then memory has it."""
     store = DictStore()
     async with Bench(persistent=store).chain as earlier:
         await earlier.choose(call(), Toy())
@@ -45,7 +45,7 @@ async def test_a_record_of_another_checksum_is_not_an_answer():
     assert len(store.records) == 2
 
 
-async def test_a_tune_is_stored_unless_told_otherwise():
+async def test_a_tune_is_stored_unless_persist_autotune_is_false():
     """persist_autotune decides whether a tune's result reaches the store."""
     kept, unkept = DictStore(), DictStore()
     async with Bench(persistent=kept).chain as chain:
@@ -57,8 +57,8 @@ async def test_a_tune_is_stored_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("exact", ["any", "exact"])
-async def test_what_memory_lost_is_read_from_the_store(exact):
-    """At once, although the store had nothing a moment ago: a tune has stored it since."""
+async def test_an_evicted_config_is_read_from_the_store(exact):
+    """Immediately, even though the store missed a moment ago: a tune has stored the config since."""
     bench = Bench(persistent=DictStore(), policy=AutotunePolicy(match_environment=exact))
     async with bench.chain as chain:
         assert (await chain.select(call(), Toy())).tier == "autotune"
@@ -78,7 +78,7 @@ async def test_plain_get_and_put_are_enough_for_a_store():
 
 
 async def test_an_object_that_is_not_a_store_is_refused_by_name():
-    """Bad input is refused where it enters."""
+    """The constructor refuses it."""
     with pytest.raises(InvalidRequestError, match="neither get and put nor load and save"):
         Bench(persistent=object())
     with pytest.raises(InvalidRequestError, match="pass a Tuner"):
@@ -86,7 +86,7 @@ async def test_an_object_that_is_not_a_store_is_refused_by_name():
 
 
 async def test_a_failing_store_makes_its_tier_decline():
-    """The chain keeps answering while the store is down, and says so once, not at every step."""
+    """The chain keeps answering while the store is down, and reports it once."""
     store = DictStore()
     store.fails = OSError("disk on fire")
     bench = Bench(persistent=store)
@@ -98,7 +98,7 @@ async def test_a_failing_store_makes_its_tier_decline():
 
 
 async def test_a_hanging_store_does_not_hang_the_tune():
-    """What was found is handed out although the store takes longer than it may."""
+    """Callers get the result although storing it exceeds its timeout."""
 
     class Hangs(DictStore):
         async def save(self, report, *, replace):
@@ -112,8 +112,8 @@ async def test_a_hanging_store_does_not_hang_the_tune():
     assert [e.error_type for e in bench.sink.named("store_error")] == ["TimeoutError"]
 
 
-async def test_a_loser_adopts_what_the_first_writer_stored():
-    """Everyone gets the same answer, also where two processes tuned at once."""
+async def test_a_second_writer_adopts_the_result_of_the_first():
+    """All callers get the same answer, even if two processes tuned concurrently."""
 
     class OtherWasFirst(DictStore):
         async def save(self, report, *, replace):
@@ -127,7 +127,7 @@ async def test_a_loser_adopts_what_the_first_writer_stored():
 
 
 async def test_choose_nowait_takes_the_stored_record_before_it_tunes():
-    """The background asks the store first: a warm restart tunes nothing."""
+    """The background reads the store first, so a warm restart tunes nothing."""
     store = DictStore()
     async with Bench(persistent=store).chain as chain:
         await chain.choose(call(), Toy())
@@ -139,8 +139,8 @@ async def test_choose_nowait_takes_the_stored_record_before_it_tunes():
     assert bench.tunes == 0
 
 
-async def test_wait_s_counts_the_store_too():
-    """A caller's patience is for all it waits for, the store and the tune together."""
+async def test_wait_s_includes_the_wait_for_the_store():
+    """The limit applies to the store and the tune together."""
     store = DictStore()
     store.load_s = 1000.0
     bench = Bench(persistent=store, allow={"wait_s": 0.5}, store_timeout_s=5000.0)
@@ -152,8 +152,8 @@ async def test_wait_s_counts_the_store_too():
     assert selection.declined["persistent"] == "no answer within wait_s=0.5"
 
 
-async def test_a_store_that_does_not_answer_is_given_up():
-    """A read is bounded by store_timeout_s, and then the tune begins."""
+async def test_a_read_of_the_store_is_bounded():
+    """After store_timeout_s the tune begins."""
     store = DictStore()
     store.load_s = 1000.0
     bench = Bench(persistent=store, store_timeout_s=3.0)
@@ -167,7 +167,7 @@ async def test_a_store_that_does_not_answer_is_given_up():
 
 
 async def test_a_slow_read_does_not_undo_a_retune():
-    """What was stored when the read began is older than what the process has learned since."""
+    """A record read before the retune ended is older than the retune's result."""
     store = DictStore()
     async with Bench(persistent=store, costs=lambda cfg: 1 / (5 - cfg.m)).chain as chain:
         assert await chain.choose(call(), Toy()) == Blocks(1)
@@ -188,8 +188,8 @@ async def test_a_slow_read_does_not_undo_a_retune():
 
 
 @pytest.mark.parametrize("answer", ["not a record", 7])
-async def test_a_store_that_answers_nonsense_has_failed(answer):
-    """Whatever a store returns, it costs its own tier and nothing else."""
+async def test_an_invalid_answer_of_a_store_is_a_failure(answer):
+    """Only the store's tier declines because of it."""
 
     class Nonsense:
         async def load(self, key, checksum):
@@ -225,8 +225,8 @@ def test_a_get_that_returns_an_awaitable_is_awaited(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_a_store_that_blocks_and_does_not_come_back_is_left_behind(real_backend):
-    """It is asked in a thread, and waited for as long as any other."""
+def test_a_store_that_blocks_forever_is_abandoned(real_backend):
+    """It is called in a thread, with the same timeout as any store."""
     release = threading.Event()
 
     class Blocked:

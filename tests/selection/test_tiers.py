@@ -1,4 +1,4 @@
-"""The tiers, one by one: which one answers, what it writes, what it emits."""
+"""The tiers, one by one: their answers, writes and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
 
 
 async def test_override_answers_first_and_is_written_nowhere():
-    """An override is the caller's business alone: neither memory nor the store hears of it."""
+    """An override reaches neither memory nor the store."""
     store = DictStore()
     bench = Bench(persistent=store)
     async with bench.chain as chain:
@@ -47,8 +47,8 @@ async def test_overlay_answers_before_memory_and_is_written_nowhere():
     assert len(bench.sink.named("overlay_hit")) == 2
 
 
-async def test_memory_answers_what_a_tune_found():
-    """The second caller of a key is answered from memory, with the report of the tune."""
+async def test_memory_answers_with_the_winner_of_a_tune():
+    """The second caller of a key gets the config from memory, with the report of the tune."""
     bench = Bench()
     async with bench.chain as chain:
         first = await chain.select(call(), Toy())
@@ -85,7 +85,7 @@ async def test_autotune_reports_every_candidate():
 
 
 async def test_heuristics_answer_is_written_nowhere_and_never_hides_a_tune():
-    """A guess reaches neither memory nor a store, so the first call that may tune does (ejKernel's defect 9)."""
+    """It reaches neither memory nor a store, so the first call that may tune does (ejKernel's defect 9)."""
     store = DictStore()
     bench = Bench(persistent=store)
     async with bench.chain as chain:
@@ -98,7 +98,7 @@ async def test_heuristics_answer_is_written_nowhere_and_never_hides_a_tune():
 
 
 async def test_heuristic_is_asked_for_once_per_signature():
-    """The heuristics tier remembers its guesses; they cost the kernel one call each."""
+    """The heuristic's config is kept, so it costs the kernel one call for each signature."""
 
     class Counting(Toy):
         asked = 0
@@ -114,8 +114,8 @@ async def test_heuristic_is_asked_for_once_per_signature():
     assert Counting.asked == 1
 
 
-async def test_no_answer_names_what_every_tier_said_and_what_to_do():
-    """The error tells what happened, to what, and the next step; its attributes hold the same facts."""
+async def test_no_config_error_names_every_tiers_reason_and_the_next_step():
+    """The error's attributes have the same facts as its message."""
     bench = Bench(allow={"allow_autotune": False})
     async with bench.chain as chain:
         with pytest.raises(NoConfigError) as caught:
@@ -131,14 +131,14 @@ async def test_no_answer_names_what_every_tier_said_and_what_to_do():
 
 
 async def test_forbidden_heuristics_are_not_used():
-    """With both autotuning and heuristics off there is nothing left to answer with."""
+    """With both autotuning and heuristics off, every tier declines."""
     bench = Bench(allow={"allow_autotune": False, "allow_heuristics": False})
     with pytest.raises(NoConfigError, match=r"AutotunePolicy\(allow_heuristics=True\)"):
         await bench.chain.choose(call(), Toy())
 
 
-async def test_a_kernel_without_candidates_is_asked_to_list_some():
-    """Its call cannot be tuned, and there may be no heuristic."""
+async def test_the_error_for_a_kernel_without_candidates_asks_for_some():
+    """Its calls cannot be tuned, and there may be no heuristic."""
 
     class Bare(Toy):
         def candidate_cfgs(self, inv):
@@ -150,7 +150,7 @@ async def test_a_kernel_without_candidates_is_asked_to_list_some():
 
 
 async def test_candidates_that_cannot_be_listed_make_autotune_decline():
-    """A kernel whose candidate_cfgs raises is answered by its heuristic."""
+    """If candidate_cfgs raises, the heuristic answers."""
 
     class Broken(Toy):
         def candidate_cfgs(self, inv):
@@ -167,7 +167,7 @@ async def test_explain_shows_every_tiers_answer_and_changes_nothing():
     async with bench.chain as chain:
         cold = await chain.explain(call(), Toy())
         assert cold.answered_by == "autotune"
-        assert [said.tier for said in cold.tiers] == [
+        assert [answer.tier for answer in cold.tiers] == [
             "override",
             "overlay",
             "memory",
@@ -189,18 +189,18 @@ async def test_explain_shows_every_tiers_answer_and_changes_nothing():
             nothing = await chain.explain(call(16), Toy())
     assert nothing.answered_by is None
     assert str(nothing).splitlines()[-1] == "> error      every tier declines"
-    assert str(warm).splitlines()[3] == f"> memory     known: {BEST!r}"
+    assert str(warm).splitlines()[3] == f"> memory     in memory: {BEST!r}"
     assert bench.tunes == 1
 
 
 async def test_explain_names_the_tune_in_flight():
-    """A pending tune shows in the explanation, and explaining does not wait for it."""
+    """`explain` names a pending tune and does not wait for it."""
     bench = Bench(allow={"cache_miss_fallback": "background"})
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
-        said = {s.tier: s.says for s in (await chain.explain(call(), Toy())).tiers}
-    assert said["memory"] == "a tune is pending"
-    assert said["autotune"] == f"tune {bench.sink.events[0].tune_id} is in flight"
+        texts = {s.tier: s.says for s in (await chain.explain(call(), Toy())).tiers}
+    assert texts["memory"] == "a tune is pending"
+    assert texts["autotune"] == f"tune {bench.sink.events[0].tune_id} is in flight"
 
 
 async def test_stale_entries_are_reported_once_and_lead_to_one_tune():
@@ -226,8 +226,8 @@ async def test_a_loaded_entry_of_the_right_checksum_is_verified_and_used():
     assert bench.tunes == 0
 
 
-async def test_what_a_user_puts_answers_whatever_the_checksum():
-    """ConfigCache.put is the user's word: it holds for every candidate list, also over a tune's result."""
+async def test_a_put_config_answers_every_checksum():
+    """A config from ConfigCache.put is used with every candidate list, even after a tune."""
     bench = Bench()
     async with bench.chain as chain:
         await chain.choose(call(), Toy())
@@ -255,7 +255,7 @@ async def test_out_of_range_shapes_are_reported_once():
 
 
 async def test_the_event_stream_gives_events_as_they_happen():
-    """`events()` is an anyio stream that ends when the chain closes."""
+    """`events()` yields a stream that ends when the chain closes."""
     bench = Bench()
     seen = []
 
@@ -290,7 +290,7 @@ async def test_a_raising_callback_never_breaks_a_selection(caplog):
 
 
 async def test_explain_says_when_a_caller_would_not_wait():
-    """on_pending="heuristics": with a tune in flight the heuristic answers, and explain says so."""
+    """on_pending="heuristics": with a tune in flight, `explain` shows that the heuristic answers."""
     bench = Bench(allow={"on_pending": "heuristics"})
     async with bench.chain as chain, anyio.create_task_group() as tasks:
         tasks.start_soon(chain.choose, call(), Toy())
@@ -299,8 +299,8 @@ async def test_explain_says_when_a_caller_would_not_wait():
         assert (await chain.select(call(), Toy())).tier == "heuristics"
 
 
-async def test_a_passing_trouble_of_the_kernel_passes():
-    """A candidate_cfgs that raised once is asked again at the next call."""
+async def test_a_temporary_error_of_the_kernel_is_not_kept():
+    """A candidate_cfgs that raised is called again by the next call."""
 
     class Moody(Toy):
         asked = 0
@@ -320,7 +320,7 @@ async def test_a_passing_trouble_of_the_kernel_passes():
 @pytest.mark.parametrize(
     "wrong", [{"policy": {"allow_autotune": False}}, {"close_grace_s": -1}, {"store_timeout_s": "5"}]
 )
-async def test_a_chain_refuses_what_it_cannot_use(wrong):
-    """Arguments are checked where they enter, by name."""
+async def test_a_chain_refuses_invalid_parameters(wrong):
+    """The constructor's error names the parameter."""
     with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
         Bench(**wrong)

@@ -1,4 +1,4 @@
-"""Selecting while JAX traces: never measured, never leaked, tuned behind it, and found by the next trace."""
+"""Selecting while JAX traces: tracers are neither measured nor leaked, and the next trace finds the tuned config."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PATIENCE_S = 10.0  # how long a gate holds before the test is called broken; nev
 
 
 @pytest.fixture(autouse=True)
-def _first_call_is_behind_us():
-    """Asel learns of JAX and of the machine at its first call; that this may be in a trace is a test of its own."""
+def _first_call_was_made():
+    """asel reads facts about JAX and the machine at its first call; another test makes that call in a trace."""
     call_key(Invocation("first", (), {}))
     device_fingerprint()
 
 
 class Model:
-    """A function to be traced that selects as it goes, and remembers with which config it was traced."""
+    """A function that selects while it is traced, and records the config of each trace."""
 
     def __init__(self, bench: Bench, **kwargs) -> None:
         self.bench = bench
@@ -65,8 +65,8 @@ def memory_of(bench: Bench) -> list[Blocks]:
 
 
 @pytest.mark.anyio
-async def test_a_traced_call_gets_the_guess_and_the_next_trace_the_tuned_config():
-    """Under `jax.jit` nothing is measured: the heuristic answers, a tune follows behind, and a re-trace finds it."""
+async def test_a_traced_call_gets_the_heuristic_and_the_next_trace_the_tuned_config():
+    """Under `jax.jit` nothing is measured: the heuristic answers, a tune follows, and the next trace finds it."""
     bench = Bench()
     async with bench.chain as chain:
         model = Model(bench)
@@ -89,7 +89,7 @@ async def test_a_traced_call_gets_the_guess_and_the_next_trace_the_tuned_config(
 
 
 def test_a_traced_call_is_tuned_by_running_and_not_by_tracing(real_backend):
-    """ejKernel timed the tracing itself, and chose what traces fast and runs slowly; here what runs fast wins."""
+    """ejKernel timed the tracing itself, and chose a config that traces fast and runs slowly."""
 
     def run(x, *, cfg):
         if cfg == "traces fast, runs slowly":
@@ -113,8 +113,8 @@ def test_a_traced_call_is_tuned_by_running_and_not_by_tracing(real_backend):
 
 
 @pytest.mark.anyio
-async def test_one_trace_after_another_is_one_tune():
-    """However often a key is traced before it is tuned, it is queued once."""
+async def test_repeated_traces_of_a_key_cause_one_tune():
+    """A key that is traced several times before it is tuned is queued once."""
     bench = Bench()
     async with bench.chain as chain:
         model = Model(bench)
@@ -128,7 +128,7 @@ async def test_one_trace_after_another_is_one_tune():
 
 @pytest.mark.anyio
 async def test_a_traced_call_and_a_concrete_one_share_their_key():
-    """A tracer counts by its aval, so what was learnt from arrays answers the trace, and the other way round."""
+    """A tracer is identified by its aval, so configs tuned with arrays answer traces, and vice versa."""
     bench = Bench()
     async with bench.chain as chain:
         model, x = Model(bench), jnp.ones((8, 128), jnp.bfloat16)
@@ -141,8 +141,8 @@ async def test_a_traced_call_and_a_concrete_one_share_their_key():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("policy", [{"allow_autotune": False}, {"cache_miss_fallback": "heuristics"}])
-async def test_a_policy_against_tuning_holds_while_tracing(policy):
-    """A trace begins no tune that its policy forbids; the call is recorded all the same, for a batch."""
+async def test_a_policy_that_forbids_tuning_applies_while_tracing(policy):
+    """A trace begins no tune that its policy forbids, but the call is recorded for a batch."""
     bench = Bench(allow=policy)
     async with bench.chain as chain:
         model = Model(bench)
@@ -154,8 +154,8 @@ async def test_a_policy_against_tuning_holds_while_tracing(policy):
 
 
 @pytest.mark.anyio
-async def test_a_frozen_chain_says_what_it_would_have_tuned():
-    """After `freeze()` a trace of an unknown key gets the guess, and a `late_tune` event tells of it."""
+async def test_a_frozen_chain_reports_traced_calls_it_would_have_tuned():
+    """After `freeze()` a trace of a new key gets the heuristic, with a `late_tune` event."""
     bench = Bench()
     async with bench.chain as chain:
         chain.freeze()
@@ -209,7 +209,7 @@ TRANSFORMATIONS = {
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_selecting_works_under_every_transformation(name):
-    """Whatever JAX makes of the arguments, the key is of what the kernel sees, and no tracer outlives its trace."""
+    """The key depends on the arguments that the kernel sees, and no tracer outlives its trace."""
     transform, shape = TRANSFORMATIONS[name]
     bench, x = Bench(), jnp.ones((4, 8, 128))
 
@@ -236,7 +236,7 @@ def test_selecting_works_under_every_transformation(name):
 @pytest.mark.anyio
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 async def test_selecting_works_with_sharded_arguments(axis_type):
-    """A mesh over the arguments, its axes automatic or explicit, changes nothing: guessed, tuned, and found again."""
+    """Arguments on a mesh, with automatic or explicit axes, get the heuristic, are tuned, and hit memory."""
     _, sharding = over_one_device(axis_type)
     bench, x = Bench(), jax.device_put(jnp.ones((8, 128)), sharding)
     async with bench.chain as chain:
@@ -282,7 +282,7 @@ for axis_type in (AxisType.Auto, AxisType.Explicit):
 
 @pytest.mark.timeout(60)  # another process loads JAX
 def test_selecting_works_with_arguments_spread_over_devices(monkeypatch):
-    """Arguments over two devices are guessed for, tuned and found again like any other."""
+    """Arguments over two devices get the heuristic, are tuned, and hit memory."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     command = [sys.executable, "-c", _TWO_DEVICES, str(TESTS), str(Path(__file__).parent)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
@@ -329,7 +329,7 @@ anyio.run(main)
 
 @pytest.mark.timeout(60)  # another process loads JAX
 def test_the_first_selection_of_a_process_may_be_in_a_trace():
-    """What asel learns of JAX at its first call it learns rightly, also where that call is being traced."""
+    """Facts that asel reads from JAX at its first call are correct even if that call is traced."""
     ran = subprocess.run([sys.executable, "-c", _FIRST_CALL], capture_output=True, text=True, timeout=55, check=False)
     assert (ran.stdout, ran.returncode) == ("[2. 2. 2.]\n2\n", 0), ran.stderr
 
@@ -418,7 +418,7 @@ async def test_recorded_calls_can_be_tuned_in_a_batch():
     ids=["overlay_cache", "policy_override", "forward_autotune_only"],
 )
 async def test_entering_a_scope_retraces_nothing(scope):
-    """A scope is asel's own affair: JAX's compiled functions stay compiled, inside it and after it."""
+    """A scope does not invalidate JAX's compiled functions, neither inside it nor after it."""
     bench, traces = Bench(), []
 
     @jax.jit
@@ -460,7 +460,7 @@ async def test_an_overlay_answers_while_tracing():
 
 
 class Gated(ScriptedMeasure):
-    """Measures nothing before it is told to."""
+    """A measure that waits for a gate."""
 
     def __init__(self, costs) -> None:
         super().__init__(costs)
@@ -472,8 +472,8 @@ class Gated(ScriptedMeasure):
 
 
 def test_threads_that_trace_share_one_tune(real_backend):
-    """Threads may trace while the loop runs: they get the guess, the loop tunes once, and then they get the best."""
-    workers, told_in = 6, []
+    """Threads that trace while the loop runs get the heuristic, the loop tunes once, and then they get the winner."""
+    workers, sink_threads = 6, []
 
     async def in_threads(model: Model) -> list[Blocks]:
         together = threading.Barrier(workers)
@@ -492,7 +492,7 @@ def test_threads_that_trace_share_one_tune(real_backend):
         measure = Gated({Blocks(1): 0.003, Blocks(2): 0.002, Blocks(3): 0.001})
         bench = Bench(
             tuner=Tuner(warmup=0, iters=1, measure=measure),
-            on_event=lambda event: told_in.append(threading.get_ident()),
+            on_event=lambda event: sink_threads.append(threading.get_ident()),
         )
         async with bench.chain as chain:
             model = Model(bench)
@@ -501,13 +501,13 @@ def test_threads_that_trace_share_one_tune(real_backend):
             await chain.settled()
             assert await in_threads(model) == [BEST] * workers
             assert bench.tunes == 1
-        assert set(told_in) == {threading.get_ident()}, "sinks are called on the loop alone"
+        assert set(sink_threads) == {threading.get_ident()}, "sinks are called on the loop alone"
 
     anyio.run(main, backend=real_backend)
 
 
 def test_a_trace_in_a_thread_is_tuned_with_that_threads_settings(real_backend):
-    """JAX's settings are per thread: a tune queued by a trace in double precision is made in double precision."""
+    """JAX's settings are per thread: a call traced in double precision is tuned in double precision."""
     seen = []
 
     @kernel(op_id="double", configs=[1, 2], heuristic=1)
@@ -530,8 +530,8 @@ def test_a_trace_in_a_thread_is_tuned_with_that_threads_settings(real_backend):
     assert {dtype for name, dtype in seen if name.startswith("asel")} == {np.dtype("float64")}
 
 
-def test_a_candidate_that_selects_while_it_is_compiled_gets_a_guess(real_backend):
-    """A kernel made of kernels does not deadlock its own tune: the inner one is guessed, and tuned behind it."""
+def test_a_candidate_that_selects_while_it_is_compiled_gets_the_heuristic(real_backend):
+    """A kernel that uses other kernels does not deadlock its own tune: the inner one is tuned afterwards."""
     inner_cfgs = []
 
     @kernel(op_id="inner", configs=[1, 2], heuristic=1)

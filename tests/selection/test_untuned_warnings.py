@@ -1,4 +1,4 @@
-"""Keys that could be tuned and never are: a warning says so once, with the way out."""
+"""Warnings about keys that could be tuned and never are: each once, with a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def texts(caught) -> list[str]:
 
 
 def test_choose_nowait_on_a_chain_that_is_not_open_warns_once_for_each_key():
-    """Nobody tunes behind it, so it would answer with the heuristic for ever."""
+    """Without a background tune, it would answer with the heuristic forever."""
     chain = Bench().chain
     with pytest.warns(UntunedWarning) as caught:
         assert [chain.choose_nowait(call(size), TOY) for size in (8, 8, 16)] == [GUESS] * 3
@@ -38,7 +38,7 @@ def test_choose_nowait_on_a_chain_that_is_not_open_warns_once_for_each_key():
 
 
 def test_a_call_that_is_traced_without_a_loop_warns():
-    """That is how most people come to choose_nowait."""
+    """Most users call `choose_nowait` this way."""
     chain = Bench().chain
     with pytest.warns(UntunedWarning, match="autotune_recorded"):
         jax.make_jaxpr(lambda x: x * chain.choose_nowait(Invocation("toy", (x,), {}), TOY).m)(jnp.zeros(3))
@@ -47,7 +47,7 @@ def test_a_call_that_is_traced_without_a_loop_warns():
 @pytest.mark.anyio
 @pytest.mark.parametrize("ask", ["choose", "choose_nowait"])
 async def test_background_tuning_on_a_chain_that_is_not_open_warns_once(ask):
-    """The policy asks for tunes that no task group is there to run. `explain` says so without a warning."""
+    """The policy asks for background tunes, which need a task group. `explain` gives the reason without a warning."""
     bench = Bench(allow={"cache_miss_fallback": "background"})
     with warnings.catch_warnings(record=True) as early:
         warnings.simplefilter("always")
@@ -65,7 +65,7 @@ async def test_background_tuning_on_a_chain_that_is_not_open_warns_once(ask):
 @pytest.mark.anyio
 @pytest.mark.parametrize("fallback", ["autotune", "background"])
 async def test_a_tune_in_which_every_candidate_fails_warns_once(fallback):
-    """The heuristic answers, so that nobody would notice."""
+    """The heuristic answers, so the failure would go unnoticed."""
     bench = Bench(script=ALL_FAIL, allow={"cache_miss_fallback": fallback, "retry_after_s": 0.0})
     with pytest.warns(UntunedWarning) as caught:
         async with bench.chain as chain:
@@ -98,8 +98,8 @@ class Misranks(Toy):
     ],
 )
 @pytest.mark.parametrize("fallback", ["autotune", "background", "nowait"])
-async def test_a_kernel_whose_candidates_cannot_be_had_warns_once(kernel, why, fallback):
-    """Its heuristic answers, so that nobody would notice."""
+async def test_a_kernel_whose_candidates_cannot_be_listed_warns_once(kernel, why, fallback):
+    """The heuristic answers, so the failure would go unnoticed."""
     bench = Bench(allow={} if fallback == "nowait" else {"cache_miss_fallback": fallback})
     with pytest.warns(UntunedWarning) as caught:
         async with bench.chain as chain:
@@ -112,7 +112,7 @@ async def test_a_kernel_whose_candidates_cannot_be_had_warns_once(kernel, why, f
 
 
 @pytest.mark.anyio
-async def test_what_is_tuned_or_not_meant_to_be_does_not_warn():
+async def test_expected_outcomes_do_not_warn():
     """No warning is given for an error that is raised, a policy that declines to tune, or an open chain."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,7 +137,7 @@ async def test_what_is_tuned_or_not_meant_to_be_does_not_warn():
 
 
 def test_a_program_that_turns_warnings_into_errors_gets_its_answer(caplog):
-    """A missing tune costs nobody an answer, nor a tune its end; the standard logger has the text then."""
+    """The warning fails neither the call nor the tune; the standard logger has its text."""
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING, logger="asel"):
         warnings.simplefilter("error")
         assert Bench().chain.choose_nowait(call(), TOY) == GUESS
@@ -145,8 +145,8 @@ def test_a_program_that_turns_warnings_into_errors_gets_its_answer(caplog):
     assert record.getMessage().startswith("toy@v1(x=f32[8,128]) on NVIDIA H100 is not tuned: ")
 
 
-def test_threads_that_ask_at_once_get_one_warning():
-    """Once is once, whoever asks."""
+def test_concurrent_threads_get_one_warning():
+    """The warning is given once over all threads."""
     chain, start = Bench().chain, threading.Barrier(8)
 
     def ask() -> None:

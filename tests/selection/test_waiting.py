@@ -14,8 +14,8 @@ pytestmark = pytest.mark.anyio
 QUICK = {cfg: cost / 1000 for cfg, cost in COSTS.items()}
 
 
-async def test_background_answers_at_once_and_swaps_the_winner_in():
-    """`background`: the heuristic now, the winner later, no request waits for it."""
+async def test_background_answers_immediately_and_then_with_the_winner():
+    """`background`: the heuristic answers first, the winner later, and no request waits."""
     bench = Bench(allow={"cache_miss_fallback": "background"})
     async with bench.chain as chain:
         start = anyio.current_time()
@@ -31,7 +31,7 @@ async def test_background_answers_at_once_and_swaps_the_winner_in():
 
 
 async def test_background_needs_an_open_chain():
-    """Without `async with` nobody owns a background tune, so none begins and the reason is given."""
+    """Without `async with` no task can own a background tune, so none begins, and the reason is given."""
     bench = Bench(allow={"cache_miss_fallback": "background"})
     selection = await bench.chain.select(call(), Toy())
     assert selection.tier == "heuristics"
@@ -39,8 +39,8 @@ async def test_background_needs_an_open_chain():
     assert bench.tunes == 0
 
 
-async def test_on_pending_heuristics_takes_the_guess_while_another_tunes():
-    """Only the first caller waits; those who find a tune pending need not."""
+async def test_on_pending_heuristics_answers_while_another_caller_tunes():
+    """Only the first caller waits; callers that find a tune pending do not."""
     bench = Bench(allow={"on_pending": "heuristics"})
     async with bench.chain as chain, anyio.create_task_group() as tasks:
         tiers = []
@@ -54,7 +54,7 @@ async def test_on_pending_heuristics_takes_the_guess_while_another_tunes():
 
 
 async def test_wait_s_bounds_the_wait_and_the_tune_goes_on():
-    """A caller waits no longer than it said; the answer is there for the next one."""
+    """A caller waits for at most `wait_s`; the tune's answer is there for the next one."""
     bench = Bench(allow={"wait_s": 0.5})
     async with bench.chain as chain:
         start = anyio.current_time()
@@ -68,7 +68,7 @@ async def test_wait_s_bounds_the_wait_and_the_tune_goes_on():
 
 
 async def test_choose_nowait_never_waits_and_queues_a_background_tune():
-    """A plain function: what is known now, and the rest in the background."""
+    """A plain function: it answers from memory or the heuristic, and the rest happens in the background."""
     bench = Bench()
     async with bench.chain as chain:
         assert [chain.choose_nowait(call(), Toy()) for _ in range(3)] == [GUESS] * 3
@@ -79,8 +79,8 @@ async def test_choose_nowait_never_waits_and_queues_a_background_tune():
     assert bench.tunes == 1
 
 
-async def test_choose_nowait_queues_nothing_where_tuning_is_not_allowed():
-    """The policy holds in the background too."""
+async def test_choose_nowait_queues_nothing_if_tuning_is_not_allowed():
+    """The policy applies in the background too."""
     bench = Bench(allow={"allow_autotune": False})
     async with bench.chain as chain:
         assert chain.choose_nowait(call(), Toy()) == GUESS
@@ -91,7 +91,7 @@ async def test_choose_nowait_queues_nothing_where_tuning_is_not_allowed():
 
 
 def test_choose_nowait_works_without_an_event_loop():
-    """Scripts may ask, too: the answer is memory's or the kernel's."""
+    """A script gets memory's answer or the kernel's heuristic."""
     bench = Bench()
     assert bench.chain.choose_nowait(call(), Toy()) == GUESS
     assert bench.sink.names == ["heuristics"]
@@ -99,8 +99,8 @@ def test_choose_nowait_works_without_an_event_loop():
     assert bench.chain.choose_nowait(call(), Toy()) == Blocks(5)
 
 
-async def test_a_tune_in_flight_is_joined_although_none_could_begin():
-    """Frozen, or in the pause after a failure: what is under way is still an answer."""
+async def test_a_tune_in_flight_may_be_joined_even_if_none_may_begin():
+    """In a frozen chain, or in the pause after a failure, a running tune still gives an answer."""
     bench = Bench()
     tiers = []
 

@@ -1,4 +1,4 @@
-"""Preloading: what the store has answers the first call, also one that cannot wait."""
+"""Preloading: stored records answer the first call, even one that cannot wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _h100_is_local(monkeypatch):
 
 
 class Listing(Place):
-    """A place that can list: a record per call size, with a pause before each."""
+    """A store that can list: one record for each call size, with a pause before each."""
 
     def __init__(self, *summaries):
         super().__init__()
@@ -56,14 +56,14 @@ class Listing(Place):
 
 
 async def record_of(size=8, cfg=BEST, environment=HERE, **changes):
-    """Return the summary of what the store would keep for a call."""
+    """Return the summary of a record for a call."""
     explained = await Bench().chain.explain(call(size), TOY)
     cfg_json = json.dumps({"m": cfg.m, "n": cfg.n})
     return replace(RecordSummary(explained.key, explained.checksum, environment, cfg_json, 1.0), **changes)
 
 
 async def test_the_first_call_of_a_process_has_the_tuned_config():
-    """In memory from the moment the block begins, for callers who wait and for those who cannot."""
+    """It is in memory when the block begins, for callers that wait and for callers that cannot."""
     place = Listing(await record_of(8), await record_of(16))
     bench = Bench(persistent=place)
     async with bench.chain as chain:
@@ -75,7 +75,7 @@ async def test_the_first_call_of_a_process_has_the_tuned_config():
 
 
 async def test_without_preload_the_store_is_read_on_demand():
-    """As for what did not fit in time."""
+    """The same happens for records that preloading did not reach."""
     place = Listing(await record_of())
     async with Bench(persistent=place, preload=False).chain as chain:
         assert chain.choose_nowait(call(), TOY) == GUESS
@@ -83,7 +83,7 @@ async def test_without_preload_the_store_is_read_on_demand():
 
 
 async def test_a_record_of_other_candidates_is_stale_and_costs_one_tune():
-    """One miss, one `stale` event, one tune, however many ask."""
+    """One miss, one `stale` event and one tune, for any number of callers."""
     bench = Bench(persistent=Listing(await record_of(checksum="another")))
     async with bench.chain as chain:
         async with anyio.create_task_group() as callers:
@@ -96,7 +96,7 @@ async def test_a_record_of_other_candidates_is_stale_and_costs_one_tune():
 
 
 async def test_a_preloaded_config_that_is_not_a_candidate_is_not_used():
-    """A checksum that fits does not make it one."""
+    """A matching checksum is not enough."""
     bench = Bench(persistent=Listing(await record_of(cfg=Blocks(99))))
     async with bench.chain as chain:
         assert chain.choose_nowait(call(), TOY) == GUESS
@@ -104,16 +104,16 @@ async def test_a_preloaded_config_that_is_not_a_candidate_is_not_used():
     assert bench.tunes == 1
 
 
-async def test_what_a_user_put_into_the_store_need_not_be_a_candidate():
-    """As when it is read on demand: it answers for any candidates."""
+async def test_a_config_that_a_user_put_into_the_store_need_not_be_a_candidate():
+    """It answers for any candidates, as it does when it is read on demand."""
     bench = Bench(persistent=Listing(await record_of(cfg=Blocks(99), checksum="", environment={})))
     async with bench.chain as chain:
         assert chain.choose_nowait(call(), TOY) == Blocks(99)
 
 
 @pytest.mark.parametrize("order", [1, -1])
-async def test_a_tune_of_this_environment_comes_before_a_put_and_a_put_before_others(order):
-    """The order in which a store that is read on demand answers, whatever that of its listing."""
+async def test_tunes_of_this_environment_precede_puts_and_puts_precede_other_tunes(order):
+    """This is the order of a store that is read on demand, and does not depend on the listing."""
     ours = await record_of(cfg=Blocks(3))
     put = await record_of(cfg=Blocks(99), checksum="", environment={})
     other = await record_of(cfg=Blocks(2), environment={"jax": "0"})
@@ -122,8 +122,8 @@ async def test_a_tune_of_this_environment_comes_before_a_put_and_a_put_before_ot
             assert chain.choose_nowait(call(), TOY) == best
 
 
-async def test_a_policy_may_refuse_what_other_software_measured():
-    """`match_environment` holds for preloaded records, too."""
+async def test_a_policy_may_refuse_records_of_other_environments():
+    """`match_environment` applies to preloaded records too."""
     bench = Bench(persistent=Listing(await record_of(environment={"jax": "0"})), allow={"match_environment": "exact"})
     async with bench.chain as chain:
         assert chain.choose_nowait(call(), TOY) == GUESS
@@ -131,8 +131,8 @@ async def test_a_policy_may_refuse_what_other_software_measured():
         assert chain.choose_nowait(call(), TOY) == BEST
 
 
-async def test_explain_says_what_a_preloaded_record_would_answer_and_settles_nothing():
-    """Looking changes nothing: the next call is the first."""
+async def test_explain_shows_a_preloaded_record_without_verifying_it():
+    """`explain` changes nothing, so the next call is still the first."""
     bench = Bench(persistent=Listing(await record_of()))
     async with bench.chain as chain:
         explained = await chain.explain(call(), TOY)
@@ -143,16 +143,16 @@ async def test_explain_says_what_a_preloaded_record_would_answer_and_settles_not
 
 
 async def test_memory_takes_as_many_records_as_it_has_room_for():
-    """The rest is read on demand; nothing is evicted for it."""
+    """Other records are read on demand; nothing is evicted for a preloaded one."""
     place = Listing(*[await record_of(size) for size in range(8, 16)])
     bench = Bench(cache=ConfigCache(max_entries=3), persistent=place)
     async with bench.chain:
         assert bench.cache.size() == 3
 
 
-@pytest.mark.parametrize(("trouble", "told"), [("broken", ["store_error"]), ("hung", ["store_error"]), ("slow", [])])
-async def test_a_chain_opens_over_a_store_that_fails_or_is_slow(trouble, told):
-    """Within `store_timeout_s`, with what came in time; a failure has its event."""
+@pytest.mark.parametrize(("trouble", "events"), [("broken", ["store_error"]), ("hung", ["store_error"]), ("slow", [])])
+async def test_a_chain_opens_over_a_store_that_fails_or_is_slow(trouble, events):
+    """It opens within `store_timeout_s`, with the records that arrived in time; a failure has its event."""
     place = Listing(*[await record_of(size) for size in range(8, 16)])
     if trouble == "slow":
         place.pause_s = 2.0
@@ -163,11 +163,11 @@ async def test_a_chain_opens_over_a_store_that_fails_or_is_slow(trouble, told):
     async with bench.chain:
         assert anyio.current_time() - start == pytest.approx(0.0 if trouble == "broken" else 5.0)
         assert bench.cache.size() == (2 if trouble == "slow" else 0)
-        assert bench.sink.names == told
+        assert bench.sink.names == events
 
 
 async def test_a_caller_cancelled_while_the_chain_opens_leaves_it_closed():
-    """Nothing goes on behind the back of one who gave up; the chain can be opened again."""
+    """No task keeps running; the chain can be opened again."""
     place = Listing(await record_of())
     place.hung = {"list"}
     bench = Bench(persistent=place)
@@ -181,8 +181,8 @@ async def test_a_caller_cancelled_while_the_chain_opens_leaves_it_closed():
         assert chain.choose_nowait(call(), TOY) == BEST
 
 
-async def test_closing_while_the_store_is_loaded_waits_for_neither_the_store_nor_its_timeout():
-    """Opening the chain raises, rather than giving a closed one."""
+async def test_closing_interrupts_preloading():
+    """Closing waits for neither the store nor its timeout, and opening raises."""
     place = Listing(await record_of())
     place.hung = {"list"}
     bench, start = Bench(persistent=place), anyio.current_time()
@@ -204,7 +204,7 @@ async def test_preload_must_be_true_or_false():
 
 
 def test_a_preloaded_winner_that_fails_is_replaced_by_the_next_best_of_its_tune(tmp_path, real_backend):
-    """Its report is read when it is needed, so a restart costs nobody the runners-up."""
+    """Its report is read when it is needed, so the runners-up survive a restart."""
     x = H100.array((8, 128))
     picky = Picky()
     benches = [Bench(persistent=directory(tmp_path), costs=QUICK) for _ in range(3)]
@@ -226,7 +226,7 @@ def test_a_preloaded_winner_that_fails_is_replaced_by_the_next_best_of_its_tune(
 
 
 def test_a_restarted_process_traces_with_the_tuned_config(tmp_path):
-    """The first `jit` of a second process, over the first one's store; a trace keeps its config for good."""
+    """The first trace of a second process has the first one's config, and keeps it."""
     first, second = (
         json.loads(
             subprocess.run(

@@ -1,4 +1,4 @@
-"""Winners that fail in real calls: out of memory and of the store, told once, and another takes their place."""
+"""Winners that fail in real calls: removed from memory and the store, replaced, and reported once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = CacheKey("dev", "op@v1", "key")
 
 
 async def tuned(chain, kernel=None, **inv):
-    """Return what a tune has found, as a caller sees it."""
+    """Return the selection of a tuned call."""
     return await chain.choose(call(**inv), kernel or Toy())
 
 
@@ -34,7 +34,7 @@ async def tuned(chain, kernel=None, **inv):
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "without async with"])
 async def test_after_a_withdrawal_the_next_best_answers_from_memory(is_open):
-    """Nothing is tuned again, and the report says what happened to the winner."""
+    """Nothing is tuned again, and the report shows the winner's failure."""
     bench = Bench()
 
     async def scene(chain):
@@ -66,7 +66,7 @@ async def test_after_a_withdrawal_the_next_best_answers_from_memory(is_open):
 
 @pytest.mark.anyio
 async def test_a_config_is_withdrawn_once():
-    """Who comes second finds it gone; so does who names a config that answers nowhere."""
+    """A second withdrawal returns False, and so does that of a config that answers nowhere."""
     bench = Bench(persistent=Removing())
     async with bench.chain as chain:
         assert not await chain.withdraw(call(), Toy(), GUESS, OOM), "nobody has answered with anything yet"
@@ -78,8 +78,8 @@ async def test_a_config_is_withdrawn_once():
 
 
 @pytest.mark.anyio
-async def test_one_after_another_until_nothing_measured_is_left():
-    """Then the key is as new, but for the candidates that failed: none is left to tune, and the heuristic answers."""
+async def test_withdrawing_every_measured_config_leaves_the_heuristic():
+    """The key is then untuned, but all candidates are barred, so the heuristic answers."""
     bench = Bench()
     async with bench.chain as chain:
         await tuned(chain)
@@ -95,7 +95,7 @@ async def test_one_after_another_until_nothing_measured_is_left():
 
 @pytest.mark.anyio
 async def test_a_withdrawn_config_is_not_a_candidate_of_later_tunes():
-    """Neither on purpose, nor where the user cleared memory, nor with its old timings."""
+    """Neither in a retune, nor after memory was cleared, nor with its old timings."""
 
     class Wider(Toy):
         candidates = (*Toy.candidates, Blocks(4))
@@ -118,7 +118,7 @@ async def test_a_withdrawn_config_is_not_a_candidate_of_later_tunes():
 
 @pytest.mark.anyio
 async def test_a_withdrawal_does_not_forbid_a_tune():
-    """`forbid_reautotune` is about what a user cleared."""
+    """`forbid_reautotune` applies only to keys that a user cleared."""
     bench = Bench()
     async with bench.chain as chain:
         key = (await chain.explain(call(), Toy())).key
@@ -131,8 +131,8 @@ async def test_a_withdrawal_does_not_forbid_a_tune():
 
 
 @pytest.mark.anyio
-async def test_a_user_who_puts_it_back_is_obeyed():
-    """What a user puts counts, and can be withdrawn again."""
+async def test_a_user_may_put_a_withdrawn_config_back():
+    """A config that a user puts is in force, and can be withdrawn again."""
     bench = Bench()
     async with bench.chain as chain:
         await tuned(chain)
@@ -145,7 +145,7 @@ async def test_a_user_who_puts_it_back_is_obeyed():
 
 @pytest.mark.anyio
 async def test_a_frozen_chain_withdraws_and_tunes_nothing():
-    """The next best answers; where there is none, the heuristic."""
+    """The next best answers, or else the heuristic."""
     bench = Bench()
     async with bench.chain as chain:
         await tuned(chain)
@@ -160,7 +160,7 @@ async def test_a_frozen_chain_withdraws_and_tunes_nothing():
 
 @pytest.mark.anyio
 async def test_a_retune_in_flight_goes_on_and_the_next_best_answers_meanwhile():
-    """A withdrawal takes out the old answer, not the tune that is about to replace it."""
+    """A withdrawal removes the old answer, not the tune that is about to replace it."""
     bench = Bench()
     async with bench.chain as chain, anyio.create_task_group() as tasks:
         await tuned(chain)
@@ -173,8 +173,8 @@ async def test_a_retune_in_flight_goes_on_and_the_next_best_answers_meanwhile():
 
 
 @pytest.mark.anyio
-async def test_configs_may_be_unhashable():
-    """A dict is withdrawn, known again and skipped like any other."""
+async def test_unhashable_configs_can_be_withdrawn():
+    """A dict is withdrawn, recognised again and skipped like any config."""
 
     class Dicts(Toy):
         candidates = ({"m": 1}, {"m": 2}, {"m": 3})
@@ -192,7 +192,7 @@ async def test_configs_may_be_unhashable():
 
 @pytest.mark.anyio
 async def test_a_sink_that_raises_does_not_stop_a_withdrawal():
-    """The sink is called, raises, and everything else goes on."""
+    """The sink is called and raises, and the withdrawal continues."""
 
     def on_event(event):
         raise ValueError("not today")
@@ -205,7 +205,7 @@ async def test_a_sink_that_raises_does_not_stop_a_withdrawal():
 
 
 def test_an_alias_of_a_failed_config_is_not_a_runner_up():
-    """It would fail as well. What was timed in a lesser way comes after all that was timed as the winner was."""
+    """It would fail as well. Candidates timed in the winner's mode come before those of a lesser mode."""
     outcomes = (
         Measured(1, 0.4, (0.4,), 0.0),
         Measured(2, 0.3, (0.3,), 0.0, alias_of=3),
@@ -221,7 +221,7 @@ def test_an_alias_of_a_failed_config_is_not_a_runner_up():
 
 
 def test_finalists_come_before_eliminated_candidates():
-    """One sample in a lucky moment beats no finalist: what was dropped was slower than those beside it."""
+    """One lucky sample beats no finalist: an eliminated candidate was slower in its rounds."""
     outcomes = (
         Measured(1, 0.1, (0.1,), 0.0, eliminated=1),
         Measured(2, 0.3, (0.3,) * 3, 0.0, eliminated=3),
@@ -236,8 +236,8 @@ def test_finalists_come_before_eliminated_candidates():
 # The store.
 
 
-def test_the_next_process_gets_what_works(tmp_path, real_backend):
-    """In the store, too, the next best takes the winner's place: nobody tunes, and nobody fails, a second time."""
+def test_the_next_process_gets_the_next_best_config(tmp_path, real_backend):
+    """The next best replaces the winner in the store too, so no process tunes or fails again."""
 
     async def scene():
         here, elsewhere = (Bench(persistent=directory(tmp_path), costs=QUICK) for _ in range(2))
@@ -252,8 +252,8 @@ def test_the_next_process_gets_what_works(tmp_path, real_backend):
     anyio.run(scene, backend=real_backend)
 
 
-def test_only_the_very_record_goes(tmp_path, real_backend):
-    """What another process put in its place stays, and so do the records of other keys."""
+def test_only_the_withdrawn_record_is_removed(tmp_path, real_backend):
+    """A record that another process stored in its place stays, and so do the records of other keys."""
 
     async def scene():
         bench, store = Bench(persistent=directory(tmp_path), costs=QUICK), directory(tmp_path)
@@ -271,8 +271,8 @@ def test_only_the_very_record_goes(tmp_path, real_backend):
     anyio.run(scene, backend=real_backend)
 
 
-def test_a_chain_that_stores_nothing_withdraws_all_the_same(tmp_path, real_backend):
-    """Nobody else gets the record; what takes its place here is not for the store."""
+def test_a_chain_that_stores_nothing_still_withdraws_from_the_store(tmp_path, real_backend):
+    """The record is removed, but its replacement is not stored."""
 
     async def scene():
         async with Bench(persistent=directory(tmp_path), costs=QUICK).chain as chain:
@@ -288,7 +288,7 @@ def test_a_chain_that_stores_nothing_withdraws_all_the_same(tmp_path, real_backe
 
 
 def test_a_shipped_record_is_covered_by_the_next_best(tmp_path, real_backend):
-    """What is only read stays as it is; the layer above it has what works."""
+    """The read-only record stays, and the layer above it gets the next best."""
 
     async def scene():
         async with Bench(persistent=directory(tmp_path / "shipped"), costs=QUICK).chain as chain:
@@ -350,7 +350,7 @@ async def test_a_withdrawn_config_is_not_adopted_from_the_claim_holder():
 
 @pytest.mark.anyio
 async def test_a_record_that_does_not_answer_is_not_withdrawn():
-    """A user's own config answers from memory; whatever the store has, it was not run."""
+    """A user's own config answered from memory, so the store's config was not run."""
     place = Removing()
     bench = Bench(persistent=place)
     async with bench.chain as chain:
@@ -362,8 +362,8 @@ async def test_a_record_that_does_not_answer_is_not_withdrawn():
 
 
 @pytest.mark.anyio
-async def test_a_writer_between_removal_and_replacement_is_first():
-    """The next best is stored like any result: another process's stays where it came first."""
+async def test_a_record_stored_between_removal_and_replacement_stays():
+    """The next best is stored like any result, so it does not replace an earlier one."""
 
     class Overtaken(Removing):
         async def withdraw(self, stored):
@@ -404,8 +404,8 @@ async def test_an_evicted_config_is_withdrawn_from_the_store():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("make", [GetPut, DictStore])
-async def test_a_place_that_cannot_remove_has_the_next_best_put_over_it(make):
-    """A cache with get and put, or load and save, is all a user has to bring."""
+async def test_a_store_that_cannot_remove_gets_the_next_best_instead(make):
+    """A store needs only get and put, or load and save."""
     store = make()
     async with Bench(persistent=store).chain as chain:
         await tuned(chain)
@@ -418,7 +418,7 @@ async def test_a_place_that_cannot_remove_has_the_next_best_put_over_it(make):
 @pytest.mark.anyio
 @pytest.mark.parametrize("operation", ["get", "delete"])
 async def test_a_failing_store_does_not_prevent_a_withdrawal(operation):
-    """Memory has the next best, an event tells of the store, and its record is left to whoever finds it."""
+    """Memory has the next best, and an event reports the store, whose record remains."""
     place = Removing()
     bench = Bench(persistent=place)
     async with bench.chain as chain:
@@ -431,8 +431,8 @@ async def test_a_failing_store_does_not_prevent_a_withdrawal(operation):
 
 
 @pytest.mark.anyio
-async def test_a_store_that_hangs_is_waited_for_as_long_as_any():
-    """`store_timeout_s`, once; then it is left alone for a while."""
+async def test_a_withdrawal_waits_for_the_store_no_longer_than_its_timeout():
+    """It waits for `store_timeout_s` once; then the store is skipped for a while."""
     place = Removing()
     bench = Bench(persistent=place, store_timeout_s=3.0)
     async with bench.chain as chain:
@@ -446,8 +446,8 @@ async def test_a_store_that_hangs_is_waited_for_as_long_as_any():
 
 
 @pytest.mark.anyio
-async def test_a_winner_that_could_not_be_stored_never_will_be():
-    """The store comes back after the withdrawal, and gets the next best."""
+async def test_a_withdrawn_winner_is_not_stored_later():
+    """The store recovers after the withdrawal, and gets the next best."""
     place = Removing()
     place.broken = {"put"}
     bench = Bench(persistent=place)
@@ -462,8 +462,8 @@ async def test_a_winner_that_could_not_be_stored_never_will_be():
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "without async with"])
 @pytest.mark.parametrize("step", ["get", "delete", "put"])
-async def test_a_caller_cancelled_while_the_store_is_asked_leaves_memory_right(step, is_open):
-    """Memory and the event come first. An open chain finishes with the store; otherwise the next process finds out."""
+async def test_a_caller_cancelled_during_the_stores_part_has_changed_memory(step, is_open):
+    """Memory and the event come first. An open chain finishes the store's part."""
     place = Removing()
     bench = Bench(persistent=place)
 
@@ -485,7 +485,7 @@ async def test_a_caller_cancelled_while_the_store_is_asked_leaves_memory_right(s
 
 
 @pytest.mark.anyio
-async def test_an_open_chain_finishes_with_the_store_for_a_caller_who_has_left():
+async def test_an_open_chain_finishes_a_withdrawal_for_a_cancelled_caller():
     """The store's part belongs to the chain."""
 
     class Slow(Removing):
@@ -504,7 +504,7 @@ async def test_an_open_chain_finishes_with_the_store_for_a_caller_who_has_left()
 
 @pytest.mark.anyio
 async def test_a_foreign_tuner_is_not_offered_withdrawn_configs():
-    """One that only has `autotune` chooses among the rest."""
+    """A tuner that only has `autotune` chooses among the remaining candidates."""
 
     class Last:
         async def autotune(self, make_fn, args, kwargs, candidates):
@@ -520,7 +520,7 @@ async def test_a_foreign_tuner_is_not_offered_withdrawn_configs():
 
 @pytest.mark.anyio
 async def test_without_heuristics_and_candidates_there_is_no_answer():
-    """Every candidate failed in real calls: that is an error, and not one of them again."""
+    """If every candidate failed in real calls, that is an error; none of them is used again."""
 
     class One(NoHeuristic):
         candidates = (BEST,)
@@ -537,8 +537,8 @@ async def test_without_heuristics_and_candidates_there_is_no_answer():
 
 
 @pytest.mark.anyio
-async def test_a_withdrawal_is_an_error_span_a_warning_and_a_failure_that_is_counted():
-    """Under the span of the request in which it happened."""
+async def test_a_withdrawal_is_an_error_span_a_warning_and_a_counted_failure():
+    """The span is a child of the span of the request."""
     captured = CapturedTelemetry()
     async with chain_of(captured) as chain:
         await tuned(chain)

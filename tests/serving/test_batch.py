@@ -1,4 +1,4 @@
-"""Calls recorded for later, and batches of them."""
+"""Recorded calls, and batches of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_recorded_calls_come_back_by_device_op_and_key():
     assert get_invocations("nowhere") == {}
 
 
-def test_what_comes_back_is_a_copy():
+def test_recorded_calls_are_returned_as_copies():
     """Neither the caller's dict nor the returned one is the registry's own."""
     kwargs = {"x": 1}
     record_invocation("dev", "op", "k", None, (), kwargs)
@@ -49,7 +49,7 @@ def test_what_comes_back_is_a_copy():
 
 
 def test_the_registry_is_bounded(monkeypatch):
-    """The least recently recorded go first."""
+    """The least recently recorded calls are dropped first."""
     monkeypatch.setattr(call_registry, "_MAX_RECORDED", 2)
     for name in ("a", "b", "a", "c"):
         record_invocation("dev", "op", name, None, (), {})
@@ -67,7 +67,7 @@ def test_the_registry_can_be_cleared_for_one_device_or_all():
 
 
 def test_many_threads_may_record():
-    """No lost call, no error while another thread reads."""
+    """No call is lost, and a thread that reads meanwhile gets no error."""
     start = threading.Barrier(4)
 
     def record(n):
@@ -83,8 +83,8 @@ def test_many_threads_may_record():
 
 
 @pytest.mark.anyio
-async def test_a_batch_tunes_what_was_recorded():
-    """autotune_recorded waits for every tune, whatever the policy's fallback, and tells what came of it."""
+async def test_a_batch_tunes_recorded_calls():
+    """autotune_recorded waits for every tune, under any fallback of the policy, and returns the results."""
     bench = Bench(allow={"cache_miss_fallback": "background"})
     kernel = Toy()
     for size in (8, 16):
@@ -102,7 +102,7 @@ async def test_a_batch_tunes_what_was_recorded():
 
 @pytest.mark.anyio
 async def test_a_batch_compiles_on_every_core(monkeypatch):
-    """Nobody is served yet, so nothing is left to the event loop; a request that tunes leaves it its share."""
+    """Before there is traffic, the event loop needs no core of its own; during traffic it does."""
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     bench = Bench(script={"compile_s": 10.0})
     async with bench.chain as chain:
@@ -114,8 +114,8 @@ async def test_a_batch_compiles_on_every_core(monkeypatch):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("place", [None, Removing()], ids=["no store", "a store"])
-async def test_a_batch_goes_on_past_a_failure(place):
-    """One call that cannot be answered is data, not the end of the batch; with a store, too, it is tuned once."""
+async def test_a_batch_continues_after_a_failure(place):
+    """A call without an answer is a line of the summary; with a store, too, it is tuned once."""
     script = {"run_errors": lambda cfg: ValueError("bad")}
     bench = Bench(script=script, allow={"allow_heuristics": False}, persistent=place)
     async with bench.chain as chain:
@@ -146,7 +146,7 @@ async def test_warm_up_prepares_plain_arguments():
 
 @pytest.mark.anyio
 async def test_a_summary_prints_a_table_and_is_an_overlay():
-    """The log of a deployment shows what was tuned; a guess is not in the overlay, since it would hide a tune."""
+    """The overlay leaves out heuristics, which would hide a later tune."""
     bench = Bench(script={"run_errors": lambda cfg: None})
     async with bench.chain as chain:
         await chain.choose(call(8), Toy())
@@ -169,7 +169,7 @@ async def test_a_summary_prints_a_table_and_is_an_overlay():
 
 @pytest.mark.anyio
 async def test_one_bad_kernel_does_not_stop_a_batch():
-    """Whatever it raises, and wherever: its own call fails, and the others have their configs."""
+    """Any exception in any method fails only its own call; the others get their configs."""
 
     class Unprepared(Toy):
         def prepare(self, x):
@@ -187,21 +187,21 @@ async def test_one_bad_kernel_does_not_stop_a_batch():
 
 
 @pytest.mark.anyio
-async def test_a_batch_begins_with_the_calls_seen_most_often_and_tells_how_far_it_is():
+async def test_a_batch_begins_with_the_most_frequent_calls_and_reports_progress():
     """If time runs out, the least frequent calls are left; `progress` is called twice for each call."""
-    bench, told = Bench(), []
+    bench, reported = Bench(), []
     for size, times in ((8, 1), (16, 3), (32, 2)):
         for _ in range(times):
             inv = call(size)
             record_invocation(*bench.chain.resolve(inv, Toy()).key, Toy(), inv.args, inv.kwargs)
     async with bench.chain as chain:
-        summary = await autotune_recorded(chain, DEV, progress=told.append, budget_s=TUNE_S * 1.5)
+        summary = await autotune_recorded(chain, DEV, progress=reported.append, budget_s=TUNE_S * 1.5)
         assert [(item.call, item.outcome) for item in summary.items] == [
             ("x=f32[16,128]", "tuned"),
             ("x=f32[32,128]", "tuned"),  # began in time, and so it ends
             ("x=f32[8,128]", "left"),
         ]
-        assert [(p.begun, p.done, p.ended and p.ended.outcome) for p in told] == [
+        assert [(p.begun, p.done, p.ended and p.ended.outcome) for p in reported] == [
             ("toy(x=f32[16,128])", 0, None),
             ("", 1, "tuned"),
             ("toy(x=f32[32,128])", 1, None),
@@ -214,7 +214,7 @@ async def test_a_batch_begins_with_the_calls_seen_most_often_and_tells_how_far_i
 
 @pytest.mark.anyio
 async def test_a_batch_may_show_a_bar(capsys):
-    """On stderr, where nothing is piped to; what else is passed for progress is refused before anything is tuned."""
+    """The bar is on stderr; an invalid `progress` is refused before anything is tuned."""
     bench = Bench()
     async with bench.chain as chain:
         with pytest.raises(InvalidRequestError, match='"bar" or a function'):
@@ -228,7 +228,7 @@ async def test_a_batch_may_show_a_bar(capsys):
 
 @pytest.mark.anyio
 async def test_a_recorded_call_is_tuned_under_the_settings_it_was_seen_with():
-    """They are part of its key: a batch outside of them would tune another one, which nobody asks for."""
+    """The settings are part of its key: under others, a batch would tune a key that no call has."""
     bench, kernel = Bench(), Toy()
     inv = call()
     with jax.default_matmul_precision("highest"):

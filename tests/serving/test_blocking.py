@@ -47,8 +47,8 @@ def selector(costs=QUICK, **given):
     return BlockingSelector(**given)
 
 
-def test_everything_can_be_asked_without_await(real_backend):
-    """The chain's names, on either backend; one that is not entered opens with the first call that needs it."""
+def test_every_method_works_without_await(real_backend):
+    """On either backend; a selector that is not entered opens with the first call that needs it."""
     kernel, sink = Toy(), RecordingSink()
     blocking = selector(sinks=[sink], backend=real_backend)
     assert blocking.choose(call(), kernel) == BEST
@@ -86,7 +86,7 @@ def test_everything_can_be_asked_without_await(real_backend):
 
 
 def test_a_memory_hit_stays_in_its_thread(monkeypatch):
-    """It costs what the chain's own costs."""
+    """A hit costs as much as a hit of the chain."""
     with selector() as blocking:
         assert [blocking.choose(call(), Toy()) for _ in range(2)] == [BEST] * 2
         monkeypatch.setattr(blocking, "_opened", None)
@@ -94,8 +94,8 @@ def test_a_memory_hit_stays_in_its_thread(monkeypatch):
         monkeypatch.undo()
 
 
-def test_a_crowd_of_threads_makes_one_tune():
-    """They share it as tasks do."""
+def test_concurrent_threads_share_one_tune():
+    """Threads share a tune as tasks do."""
     tuner, measure = scripted(QUICK)
     with selector(tuner=tuner) as blocking:
         start = threading.Barrier(8)
@@ -110,7 +110,7 @@ def test_a_crowd_of_threads_makes_one_tune():
 
 
 class Asked:
-    """A scripted measure that notes what it is asked to measure with, and in which thread."""
+    """A scripted measure that records its arguments and its thread."""
 
     def __init__(self):
         self.script = scripted(QUICK)[1]
@@ -123,7 +123,7 @@ class Asked:
 
 
 def test_the_first_trace_of_a_step_has_the_tuned_config():
-    """The trace waits in its thread; the tune works elsewhere, with shapes in the place of tracers, under one key."""
+    """The trace waits in its thread; the tune runs in others, with shapes in the place of tracers, under one key."""
     measure, traced_with, kernel = Asked(), [], Toy()
     with selector(tuner=Tuner(0, 1, measure=measure, strategy="exhaustive")) as blocking:
 
@@ -156,7 +156,7 @@ def interrupted_while_it_waits(interrupt):
     return Tuner(0, 1, measure=Interrupting())
 
 
-def test_ctrl_c_ends_a_wait_and_the_selector_at_once():
+def test_ctrl_c_ends_a_wait_and_the_selector_immediately():
     """A script that is interrupted while a candidate hangs does not wait for it."""
     tuner = interrupted_while_it_waits(lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt), selector(tuner=tuner) as blocking:
@@ -167,15 +167,15 @@ def test_ctrl_c_ends_a_wait_and_the_selector_at_once():
 
 
 def test_ctrl_c_just_before_the_wait_begins_is_noticed():
-    """Python does not wake a thread whose signal came just before it blocked, so a wait looks up now and then."""
-    tuner = interrupted_while_it_waits(_thread.interrupt_main)  # which marks a signal as received, and wakes nobody
+    """Python does not interrupt a lock for a signal that came just before, so a wait checks now and then."""
+    tuner = interrupted_while_it_waits(_thread.interrupt_main)  # it marks a signal as received, and wakes no thread
     with pytest.raises(KeyboardInterrupt), selector(tuner=tuner) as blocking:
         blocking.choose(call(), Toy())
 
 
 _INTERRUPTED_SCRIPT = """
 import atexit, signal, threading
-atexit.register(lambda: print(selector.chain.close_grace_s))  # runs after what the import of asel registers
+atexit.register(lambda: print(selector.chain.close_grace_s))  # runs after the handlers that asel registers
 
 import anyio
 from asel import BlockingSelector, Tuner
@@ -194,8 +194,8 @@ selector.choose(call(), Toy())
 
 
 @pytest.mark.timeout(60)
-def test_an_interrupted_script_ends_at_once_although_it_closed_nothing():
-    """Ctrl-C that nothing catches ends a program that has no `with`, without the grace of an orderly end."""
+def test_an_interrupted_script_without_a_with_block_ends_immediately():
+    """An uncaught Ctrl-C ends the program without the grace of an orderly close."""
     done = subprocess.run(
         [sys.executable, "-c", _INTERRUPTED_SCRIPT], cwd=TESTS, capture_output=True, text=True, check=False
     )
@@ -203,8 +203,8 @@ def test_an_interrupted_script_ends_at_once_although_it_closed_nothing():
     assert done.stdout == "0.2\n"
 
 
-def test_what_cannot_wait_says_so(monkeypatch):
-    """A kernel that asks while the loop asks it, and the child of a fork, would wait for ever."""
+def test_a_call_that_would_deadlock_is_refused(monkeypatch):
+    """A kernel called by the loop, and the child of a fork, would wait forever."""
 
     class Asking(Toy):
         def candidate_cfgs(self, inv):
@@ -222,7 +222,7 @@ def test_what_cannot_wait_says_so(monkeypatch):
 
 
 def test_a_garbage_collected_selector_ends_its_thread():
-    """Nobody has to close what a notebook's next cell replaces."""
+    """A notebook's cell may replace a selector without closing it."""
     blocking = selector()
     blocking.choose(call(), Toy())
     thread, gone = blocking._loop._thread, weakref.ref(blocking)
@@ -232,8 +232,8 @@ def test_a_garbage_collected_selector_ends_its_thread():
     thread.join()
 
 
-def test_a_selector_that_cannot_open_raises_why():
-    """In the thread that opens it."""
+def test_an_error_while_opening_is_raised():
+    """It is raised in the thread that opens the selector."""
 
     class Broken:
         async def __aenter__(self):
@@ -253,7 +253,7 @@ def test_a_selector_that_cannot_open_raises_why():
 
 
 class Scaled(Kernel):
-    """Computes in JAX, with a gradient of its own that says 100 times as much."""
+    """Computes in JAX, with a gradient of its own that is 100 times the true one."""
 
     op_id = "scaled"
 
@@ -281,7 +281,7 @@ ran = []
 
 
 def test_an_executor_runs_kernels_in_its_callers_thread():
-    """In a trace and out of one, tuned before the first run, as a part of what is differentiated."""
+    """With and without a trace; kernels are tuned before the first run, and can be differentiated."""
     kernel, x = Scaled(), jnp.arange(4.0)
     policy = AutotunePolicy(validate_backward=True)
     with BlockingSelector(policy=policy, tuner=scripted({1: 0.003, 2: 0.001})[0], sinks=()) as blocking:
@@ -301,7 +301,7 @@ def test_an_executor_runs_kernels_in_its_callers_thread():
         np.testing.assert_allclose(execute.compile(kernel, x, by=6)(x, by=6), x * 6)
     with pytest.raises(InvalidRequestError, match="a ConfigSelectorChain is not a BlockingSelector"):
         BlockingExecutor(blocking.chain)
-    with pytest.raises(InvalidRequestError, match="a BlockingExecutor runs what it chooses"):
+    with pytest.raises(InvalidRequestError, match="use a BlockingExecutor with it"):
         Executor(blocking)
     with pytest.raises(InvalidRequestError, match=r"write selector.warm_up\("):
         warm_up(blocking, []).send(None)
@@ -327,7 +327,7 @@ print(again.tier, {one.how for one in again.report.outcomes})
 
 @pytest.mark.timeout(90)
 def test_a_mapped_call_is_tuned_while_jax_traces():
-    """The arrays it is measured with are on all the devices of its mesh, as the traced ones will be."""
+    """The arrays for the measurement are on all devices of the mesh, as the traced ones will be."""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", _MAPPED], cwd=TESTS, env=env, capture_output=True, text=True, check=False
@@ -335,8 +335,8 @@ def test_a_mapped_call_is_tuned_while_jax_traces():
     assert done.stdout == "memory {'forward+backward'}\n", done.stderr
 
 
-def test_what_cannot_wait_opens_a_selector_too():
-    """Its tune goes on behind it, and what the store has is in memory at once."""
+def test_calls_that_cannot_wait_open_a_selector_too():
+    """The tune runs in the background, and preloaded records are in memory."""
     blocking = selector()
     execute = BlockingExecutor(blocking, jit=False)
     assert execute.nowait(Picky(), H100.array((8, 128))) == "ran 1"
@@ -346,7 +346,7 @@ def test_what_cannot_wait_opens_a_selector_too():
 
 
 def test_a_winner_that_fails_is_replaced_in_the_callers_thread():
-    """As an `Executor` does: the next best answers, and the winner is withdrawn."""
+    """As with an `Executor`, the next best answers, and the winner is withdrawn."""
     picky, sink = Picky(m3=MemoryError("too large")), RecordingSink()
     with selector(sinks=[sink]) as blocking:
         execute = BlockingExecutor(blocking, jit=False)
@@ -360,8 +360,8 @@ def test_a_winner_that_fails_is_replaced_in_the_callers_thread():
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_background_tune_begins_when_the_first_answer_has_run_in_its_callers_thread(backend):
-    """A cold call has the cores for itself, here as with an `Executor`; if it raises, the tune begins all the same."""
+def test_a_background_tune_begins_after_the_callers_run(backend):
+    """The run has the cores to itself, as with an `Executor`; the tune begins even if the run raises."""
     pending = []
 
     class Looks(Kernel):
@@ -394,7 +394,7 @@ def test_a_background_tune_begins_when_the_first_answer_has_run_in_its_callers_t
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_selector_is_asked_within_a_running_trio_loop(backend):
+def test_a_selector_works_within_a_running_trio_loop(backend):
     """A notebook's cells run in one; trio does not let its tasks call into another trio loop."""
 
     async def cell():

@@ -1,4 +1,4 @@
-"""A config baked into a plain jitted function; a config without a run; what ejKernel's users rely on."""
+"""`compile`, `choose_config`, and the variants of ejKernel's kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tile:
 
 
 class Affine(Kernel):
-    """x * by + cfg.size, so that an output says which config and which constant it was made with."""
+    """Computes x * by + cfg.size, so that an output shows the config and the constant."""
 
     op_id = "affine"
 
@@ -51,7 +51,7 @@ X = jnp.arange(4.0)
 
 
 def test_a_compiled_kernel_is_a_plain_jitted_function(real_backend):
-    """It is traced and compiled in a thread before it is returned, and asks nobody when it is called."""
+    """It is traced and compiled in a thread before it is returned, and does not use the selector."""
     op, execute = Affine(), executor()
     fn = anyio.run(partial(execute.compile, op, X, by=5), backend=real_backend)
     assert op.traced == [False]
@@ -64,8 +64,8 @@ def test_a_compiled_kernel_is_a_plain_jitted_function(real_backend):
     assert "lower" in dir(fn)
 
 
-def test_what_was_compiled_is_not_compiled_again_by_its_first_call(real_backend):
-    """The awaited compile is the one that the call finds, on the loop's own thread."""
+def test_the_first_call_of_a_compiled_kernel_does_not_compile(real_backend):
+    """It finds the compiled program, also on the loop's own thread."""
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **facts: compiled.append(event) if "backend_compile" in event else None
@@ -77,14 +77,14 @@ def test_what_was_compiled_is_not_compiled_again_by_its_first_call(real_backend)
     assert not compiled
 
 
-def test_a_kernel_compiles_for_shapes_with_a_config_of_its_own():
-    """Nothing but shapes is needed, and `cfg` overrides what would be chosen."""
+def test_a_kernel_compiles_for_shapes_with_a_given_config():
+    """Shapes are enough, and `cfg` overrides the selector."""
     fn = anyio.run(partial(executor().compile, Affine(), jax.ShapeDtypeStruct((4,), "float32"), cfg=Tile(40)))
     np.testing.assert_array_equal(fn(X), X * 3 + 40)
 
 
 def test_a_compiled_kernel_prepares_its_arguments():
-    """The function takes what the kernel's user passes."""
+    """The function takes the arguments that the kernel's user passes."""
 
     class Prepared(Affine):
         def prepare(self, x, y):
@@ -95,7 +95,7 @@ def test_a_compiled_kernel_prepares_its_arguments():
 
 
 def test_shapes_are_prepared_by_tracing():
-    """A `prepare` that computes needs no arrays, and returns constants and shapes that it leaves alone as they are."""
+    """A `prepare` that computes needs no arrays; constants and unchanged shapes are returned unchanged."""
     seen = []
 
     class Prepared(Affine):
@@ -120,7 +120,7 @@ def test_shapes_are_prepared_by_tracing():
 
 
 def test_a_kernel_compiles_under_shard_map():
-    """The mesh and its specs are the call's, and are baked in with the config."""
+    """The mesh and its specs belong to the call, and are fixed with the config."""
     mesh, spec = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")
     how = {"method": "shard_map", "mesh": mesh, "in_specs": (spec,), "out_specs": spec}
     fn = anyio.run(partial(executor().compile, Affine(), X, **how))
@@ -128,16 +128,17 @@ def test_a_kernel_compiles_under_shard_map():
 
 
 @pytest.mark.parametrize(
-    ("value", "problem"), [({"w": X, "name": "a"}, "both arrays and constants"), ([1, 2], "a list, which has no hash")]
+    ("value", "problem"),
+    [({"w": X, "name": "a"}, "both arrays and constants"), ([1, 2], "a list, which is not hashable")],
 )
 def test_arguments_that_jit_cannot_take_are_named(value, problem):
-    """Before anything is compiled, and with the way out."""
+    """The error comes before anything is compiled, with a remedy."""
     with pytest.raises(InvalidRequestError, match=f"compile: argument 'by' of 'affine' .*{problem}"):
         anyio.run(partial(executor().compile, Affine(), X, by=value))
 
 
-def test_what_a_kernel_raises_when_it_is_traced_is_raised_by_compile(real_backend):
-    """The error is the kernel's own."""
+def test_compile_raises_the_kernels_own_error(real_backend):
+    """An error during tracing is raised unchanged."""
 
     class Broken(Affine):
         def run(self, x, *, cfg):
@@ -147,8 +148,8 @@ def test_what_a_kernel_raises_when_it_is_traced_is_raised_by_compile(real_backen
         anyio.run(executor().compile, Broken(), X, backend=real_backend)
 
 
-def test_a_config_is_chosen_and_nothing_is_run(real_backend):
-    """`choose_config` prepares the arguments, asks the chain and returns the config; an override is one, too."""
+def test_choose_config_runs_nothing(real_backend):
+    """`choose_config` prepares the arguments and returns the chain's config, or an override."""
 
     class Prepared(Affine):
         def prepare(self, n):
@@ -171,7 +172,7 @@ def test_a_config_is_chosen_and_nothing_is_run(real_backend):
 
 
 class Variants(Affine):
-    """A kernel with a form for the CPU and one for `shard_map`, a gradient, and a heuristic for the CPU."""
+    """A kernel with variants for the CPU and for `shard_map`, a gradient, and a heuristic for the CPU."""
 
     op_id = "variants"
 
@@ -195,8 +196,8 @@ class Variants(Affine):
         return (dy * 100 * by,)
 
 
-def test_the_platforms_variants_are_chosen_with_run_and_differentiated():
-    """`run`, `heuristic_cfg`, `fwd_with_residuals` and `vjp` each in the form for this platform."""
+def test_the_platforms_variants_of_all_methods_are_used():
+    """`run`, `heuristic_cfg`, `fwd_with_residuals` and `vjp` may each have a variant for the platform."""
 
     async def main():
         execute, op = executor(), Variants()

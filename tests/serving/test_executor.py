@@ -1,4 +1,4 @@
-"""Choose, then run: with the caller's settings, off the loop if it may compile; what cancelling does."""
+"""Choosing and running: threads, the caller's settings, and cancellation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asel import (
 )
 from asel.runtime.threads import run_in_thread
 
-# The kernels here count their runs in Python, or return what no jitted function could; test_executor_jit.py has others.
+# These kernels count their runs in Python, or return values that no jitted function can; see also test_executor_jit.py.
 Executor = partial(asel.Executor, jit=False)
 X = H100.array((8, 128))
 where: ContextVar[str] = ContextVar("where", default="nowhere")
@@ -38,8 +38,8 @@ where: ContextVar[str] = ContextVar("where", default="nowhere")
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "without async with"])
-async def test_what_is_chosen_is_run(is_open):
-    """A tune at first, then memory; and every call is one run."""
+async def test_the_chosen_config_is_run(is_open):
+    """First from a tune, then from memory; each call runs the kernel once."""
     bench, picky = Bench(), Picky()
     execute = Executor(bench.chain)
 
@@ -58,8 +58,8 @@ async def test_what_is_chosen_is_run(is_open):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("fallback", ["autotune", "heuristics", "background"])
-async def test_cfg_overrides_whatever_a_miss_falls_back_to(fallback):
-    """ejKernel's ignored it with "heuristics", and told nobody. It is kept nowhere."""
+async def test_cfg_overrides_every_fallback(fallback):
+    """ejKernel silently ignored it with "heuristics". It is not stored."""
     place, picky = Removing(), Picky()
     bench = Bench(persistent=place, allow={"cache_miss_fallback": fallback})
     async with bench.chain as chain:
@@ -71,8 +71,8 @@ async def test_cfg_overrides_whatever_a_miss_falls_back_to(fallback):
 
 
 @pytest.mark.anyio
-async def test_a_call_is_prepared_first_and_run_in_its_platforms_form():
-    """The key is that of what `prepare` makes; `run_gpu` is for arguments on a GPU."""
+async def test_a_call_is_prepared_and_then_runs_in_its_platforms_variant():
+    """The key is that of the prepared arguments; `run_gpu` is for arguments on a GPU."""
 
     class Prepared(Picky):
         def prepare(self, n, *, flip):
@@ -90,8 +90,8 @@ async def test_a_call_is_prepared_first_and_run_in_its_platforms_form():
 
 
 @pytest.mark.anyio
-async def test_an_object_that_does_not_inherit_from_kernel_will_do():
-    """A duck: no base class, no `prepare`, no version, configs that are dicts; its failing winner is withdrawn."""
+async def test_a_kernel_need_not_inherit_from_kernel():
+    """It has no base class, no `prepare`, no version, and dicts as configs; its failing winner is withdrawn."""
     ran = []
 
     def run(x, *, cfg):
@@ -112,7 +112,7 @@ async def test_an_object_that_does_not_inherit_from_kernel_will_do():
 
 
 def test_a_call_may_be_mapped_over_shards(real_backend):
-    """With `method="shard_map"` the mesh and its specs are the call's, and not the kernel's."""
+    """With `method="shard_map"`, the mesh and its specs belong to the call, not to the kernel."""
     mesh, spec = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")
 
     class Sharded(Picky):
@@ -127,8 +127,8 @@ def test_a_call_may_be_mapped_over_shards(real_backend):
 
 
 @pytest.mark.anyio
-async def test_what_choosing_raises_is_raised_and_nothing_is_run():
-    """No config, no run; nor after the chain has closed."""
+async def test_an_error_of_choosing_is_raised_and_nothing_is_run():
+    """For instance if there is no config, or the chain has closed."""
     bench, picky = Bench(allow={"allow_autotune": False, "allow_heuristics": False}), Picky()
     async with bench.chain as chain:
         with pytest.raises(NoConfigError):
@@ -144,8 +144,8 @@ async def test_what_choosing_raises_is_raised_and_nothing_is_run():
 # Where it runs.
 
 
-def test_a_run_that_may_compile_leaves_the_loop_alone(real_backend):
-    """The kernel waits for what only the loop can do; on the loop, it would wait for ever."""
+def test_a_run_that_may_compile_does_not_block_the_loop(real_backend):
+    """The kernel waits for a task of the loop; on the loop, it would wait forever."""
     opened = threading.Event()
 
     @kernel(op_id="waits", configs=[1], heuristic=1)
@@ -165,8 +165,8 @@ def test_a_run_that_may_compile_leaves_the_loop_alone(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_what_was_quick_runs_where_its_caller_is(real_backend):
-    """From the second quick run on, by signature and config; what takes its time stays in a thread."""
+def test_a_quick_run_makes_the_next_one_run_on_the_loop(real_backend):
+    """By signature and config; slow runs stay in a thread."""
     threads, slow = [], threading.Event()
 
     @kernel(op_id="where", configs=[1], heuristic=1)
@@ -198,8 +198,8 @@ def test_what_was_quick_runs_where_its_caller_is(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_a_kernel_with_keys_of_its_own_is_never_taken_for_compiled(real_backend):
-    """Its key may cover shapes that compile apart."""
+def test_a_kernel_with_a_key_builder_runs_in_a_thread_for_new_shapes(real_backend):
+    """Its key may cover shapes that need separate programs."""
     threads = []
 
     class Keyed(Picky):
@@ -218,7 +218,7 @@ def test_a_kernel_with_keys_of_its_own_is_never_taken_for_compiled(real_backend)
 
 
 def test_concurrent_runs_in_threads_are_limited(real_backend, monkeypatch):
-    """A crowd of cold calls waits for its turn; a cancelled call gives its turn back at once."""
+    """Cold calls wait their turn; a cancelled call gives up its turn immediately."""
     monkeypatch.setattr("asel.serving.runs._MAX_THREADS", 3)
     lock, most, now, full, opened = threading.Lock(), 0, 0, threading.Event(), threading.Event()
 
@@ -253,7 +253,7 @@ def test_concurrent_runs_in_threads_are_limited(real_backend, monkeypatch):
 
 
 def test_a_thread_has_its_callers_settings(real_backend):
-    """JAX keeps x64, precision, device and mesh by thread; context variables, and so the trace, follow, too."""
+    """JAX keeps x64, precision, device and mesh by thread; context variables, and so traces, follow too."""
     seen = []
     device = jax.devices()[0]
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
@@ -326,8 +326,8 @@ async def test_an_error_that_jax_raises_behind_a_run_is_caught_at_the_first():
 
 
 @pytest.mark.parametrize("step", ["prepare", "winner", "fallback"])
-def test_a_caller_cancelled_while_a_thread_works_leaves_it_and_harms_nothing(step, real_backend):
-    """It goes at once. Nothing was proved, so nothing is withdrawn; the next caller gets what it would have got."""
+def test_a_cancelled_caller_leaves_its_run_to_the_thread(step, real_backend):
+    """It returns immediately, and nothing is withdrawn; the next caller gets its usual result."""
     reached, opened = threading.Event(), threading.Event()
 
     class Stops(Picky):
@@ -367,7 +367,7 @@ def test_a_caller_cancelled_while_a_thread_works_leaves_it_and_harms_nothing(ste
 
 @pytest.mark.anyio
 async def test_a_caller_cancelled_while_it_chooses_runs_nothing():
-    """The tune goes on for the next."""
+    """The tune continues for later callers."""
     bench, picky = Bench(), Picky()
     async with bench.chain as chain:
         with anyio.move_on_after(0.1):
@@ -380,7 +380,7 @@ async def test_a_caller_cancelled_while_it_chooses_runs_nothing():
 
 @pytest.mark.anyio
 async def test_a_caller_cancelled_during_the_store_write_has_withdrawn():
-    """Another config has worked by then."""
+    """Another config has already worked by then."""
     reached = anyio.Event()
 
     class Hangs(Removing):
@@ -406,7 +406,7 @@ async def test_a_caller_cancelled_during_the_store_write_has_withdrawn():
 
 @pytest.mark.anyio
 async def test_nowait_runs_while_jax_traces():
-    """The heuristic's config in the first trace, the tuned one in the next: the tune happens behind it."""
+    """The first trace has the heuristic's config, and the next one the tuned config."""
 
     class Scales(Picky):
         def run(self, x, *, cfg):
@@ -424,8 +424,8 @@ async def test_nowait_runs_while_jax_traces():
 
 
 @pytest.mark.anyio
-async def test_nowait_raises_what_the_kernel_raises_and_withdraws_nothing():
-    """Withdrawing has to wait for the store; `selector.withdraw` is there for who can."""
+async def test_nowait_raises_the_kernels_error_and_withdraws_nothing():
+    """A withdrawal has to wait for the store; `selector.withdraw` is for callers that can wait."""
     bench, picky = Bench(), Picky(m3=MemoryError("too large"))
     async with bench.chain as chain:
         await chain.choose(Invocation("picky", (X,), {}), picky)

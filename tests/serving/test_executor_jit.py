@@ -52,7 +52,7 @@ SETTINGS = {
 
 
 class Scaled(Kernel):
-    """Counts how often Python runs it, which is how often it is traced if it is jitted, and in which threads."""
+    """Counts the runs in Python, which are the traces if it is jitted, and their threads."""
 
     op_id = "scaled"
     candidates = (1, 2)
@@ -80,7 +80,7 @@ def chain(fallback="heuristics", **given) -> ConfigSelectorChain:
 
 
 class Compiles:
-    """Counts what XLA compiles, by the thread that asks for it."""
+    """Counts the programs that XLA compiles, by thread."""
 
     def __init__(self) -> None:
         self.on_loop = self.elsewhere = 0
@@ -117,8 +117,8 @@ def compiles(listener):
 
 @pytest.mark.filterwarnings("ignore:.with mesh.. context manager:DeprecationWarning")
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_what_ran_in_a_thread_is_not_traced_again_on_the_loop(real_backend, setting):
-    """Each of the caller's settings is to `jit` in a thread what it is on the loop."""
+def test_a_run_in_a_thread_is_not_traced_again_on_the_loop(real_backend, setting):
+    """`jit` sees each of the caller's settings in a thread as it does on the loop."""
     traced = []
 
     @jax.jit
@@ -142,8 +142,8 @@ def test_what_ran_in_a_thread_is_not_traced_again_on_the_loop(real_backend, sett
     assert traced == [False]
 
 
-def test_a_mesh_that_work_leaves_behind_is_gone_from_its_thread(real_backend):
-    """`jax.set_mesh` alone does not end; the next work in that thread must not meet it, nor an empty one."""
+def test_a_mesh_set_in_a_thread_does_not_outlive_its_work(real_backend):
+    """`jax.set_mesh` has no end of its own; the next work in that thread must see neither it nor an empty mesh."""
     mesh, found = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,)), []
 
     async def main():
@@ -165,7 +165,7 @@ def test_a_mesh_that_work_leaves_behind_is_gone_from_its_thread(real_backend):
 
 @pytest.mark.parametrize("fallback", ["autotune", "heuristics"])
 def test_a_jitted_kernel_is_compiled_once_and_in_a_thread(real_backend, fallback, compiles):
-    """A call in a thread, then calls on the loop: one compile."""
+    """One call in a thread, then calls on the loop, with one compilation."""
 
     class Jitted(Scaled):
         op_id = "jitted"
@@ -190,7 +190,7 @@ def test_a_jitted_kernel_is_compiled_once_and_in_a_thread(real_backend, fallback
 
 
 def test_kernels_are_jitted_with_arrays_dynamic_and_all_else_static():
-    """One trace for each signature and config, however often and with whatever values it runs."""
+    """There is one trace for each signature and config, for all values of the arrays."""
     op = Scaled()
 
     async def main():
@@ -204,7 +204,7 @@ def test_kernels_are_jitted_with_arrays_dynamic_and_all_else_static():
     assert op.traced == [1, 1, 1]
 
 
-def test_without_jit_a_kernel_runs_as_it_is():
+def test_with_jit_false_a_kernel_is_not_jitted():
     """`jit=False` is for kernels that must not be traced: Python runs them every time."""
     op = Scaled()
 
@@ -219,7 +219,7 @@ def test_without_jit_a_kernel_runs_as_it_is():
 
 
 def test_a_kernel_that_is_jitted_already_is_not_jitted_again():
-    """Its own jit may donate its input, which a second one around it would undo."""
+    """Its own jit may donate its input, which an outer one would prevent."""
     donating = jax.jit(lambda x, *, cfg: x + cfg, static_argnames="cfg", donate_argnums=0)
     op = kernel(op_id="donating", configs=[1], heuristic=1)(donating)
 
@@ -232,8 +232,8 @@ def test_a_kernel_that_is_jitted_already_is_not_jitted_again():
     assert [x.is_deleted() for x in anyio.run(main)] == [True] * 3
 
 
-def test_a_kernel_that_cannot_be_traced_runs_as_it_is():
-    """It asks for values, so a trace of it fails: tried once, and then no more."""
+def test_a_kernel_that_cannot_be_traced_is_not_jitted():
+    """Its trace fails because it reads values; tracing is tried once."""
     attempts = []
 
     @kernel(op_id="untraceable", configs=[1], heuristic=1)
@@ -249,8 +249,8 @@ def test_a_kernel_that_cannot_be_traced_runs_as_it_is():
     assert attempts == [True, False, False, False]
 
 
-def test_a_call_that_is_wrong_raises_what_the_kernel_raises():
-    """Not what the trace says of it."""
+def test_an_invalid_call_raises_the_kernels_error():
+    """Not the error of its trace."""
 
     @kernel(op_id="picky", configs=[1], heuristic=1)
     def op(x, *, cfg):
@@ -262,7 +262,7 @@ def test_a_call_that_is_wrong_raises_what_the_kernel_raises():
 
 
 def test_nowait_inside_a_trace_is_part_of_that_trace():
-    """Tracers go through the kernel itself; gradients, too."""
+    """Tracers pass through the kernel itself, also for gradients."""
     op = Scaled()
     execute = Executor(chain())
     fn = jax.jit(jax.grad(lambda x: execute.nowait(op, x).sum()))
@@ -274,7 +274,7 @@ def test_nowait_inside_a_trace_is_part_of_that_trace():
 
 
 def test_calls_that_share_a_built_key_run_with_their_own_constants():
-    """A kernel's own key may leave out what a program has as a constant."""
+    """A built key may leave out a constant that is part of the program."""
 
     class Keyed(Scaled):
         key_builder = staticmethod(lambda inv: "one for all")
@@ -292,7 +292,7 @@ def test_calls_that_share_a_built_key_run_with_their_own_constants():
 
 @pytest.mark.parametrize("objective", ["forward", "backward"])
 def test_the_winner_is_not_compiled_again_after_its_tune(compiles, objective):
-    """The program that was measured is the one that runs; with gradients, the tune compiles what a call needs."""
+    """Calls run the program that was measured; with gradients, the tune compiles the program that calls need."""
     op, x = Scaled(), jnp.ones((7, 3))
     jax.block_until_ready(x)
 
@@ -310,8 +310,8 @@ def test_the_winner_is_not_compiled_again_after_its_tune(compiles, objective):
     assert (compiles.on_loop + compiles.elsewhere, len(op.traced)) == before
 
 
-def test_a_blocking_executor_compiles_nothing_that_its_tune_has_compiled(compiles):
-    """The program that was measured elsewhere is the one that its caller's thread runs."""
+def test_a_blocking_executor_runs_the_program_of_its_tune(compiles):
+    """It was measured in another thread, and is not compiled again in the caller's."""
     x = jnp.ones(4)
     with BlockingSelector(tuner=Tuner(warmup=0, iters=1), sinks=()) as selector:
         before = compiles.on_loop
@@ -320,7 +320,7 @@ def test_a_blocking_executor_compiles_nothing_that_its_tune_has_compiled(compile
 
 
 def test_a_jitted_winner_is_not_compiled_again_after_its_tune(compiles):
-    """A kernel with a jit of its own is run once by its tune, in the way that calls run it."""
+    """The tune runs a kernel with its own jit once in the same way as calls do."""
     op, x = Scaled(), jnp.ones((7, 4))
     op.run = jax.jit(op.run, static_argnames=("cfg", "by"))
     jax.block_until_ready(x)
@@ -337,8 +337,8 @@ def test_a_jitted_winner_is_not_compiled_again_after_its_tune(compiles):
     assert anyio.run(main) == compiles.on_loop + compiles.elsewhere
 
 
-def test_a_kept_program_keeps_no_argument():
-    """A tune's arrays are its callers'; the program of its winner lives without them."""
+def test_a_kept_program_keeps_no_argument_alive():
+    """The arrays of a tune belong to its callers, and its winner's program does not need them."""
     op = Scaled()
 
     async def main():
@@ -349,15 +349,15 @@ def test_a_kept_program_keeps_no_argument():
             gone = weakref.ref(x)
             del x
             with anyio.fail_after(10):
-                while gone() is not None:  # a thread lets go of what the tune has used
+                while gone() is not None:  # a thread releases the tune's objects
                     gc.collect()
                     await anyio.sleep(0.001)
 
     anyio.run(main)
 
 
-def test_programs_of_old_configs_are_let_go():
-    """Only a few configs of one signature are kept compiled."""
+def test_programs_of_old_configs_are_released():
+    """Only the programs of a few configs are kept for each signature."""
     op = Scaled()
 
     async def main():
@@ -372,8 +372,8 @@ def test_programs_of_old_configs_are_let_go():
     assert op.traced == [1]
 
 
-def test_a_background_tune_begins_when_the_first_answer_has_run(real_backend):
-    """A cold request has the cores for itself; the winner, when it is swapped in, is not compiled for a call."""
+def test_a_background_tune_begins_after_the_first_run(real_backend):
+    """A cold request has the cores to itself, and no call has to compile the winner."""
     order, x = [], jnp.ones((6, 2))
 
     class Ordered(Scaled):
@@ -410,8 +410,8 @@ def test_a_background_tune_begins_when_the_first_answer_has_run(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_a_cancelled_first_caller_leaves_the_background_tune_to_begin(real_backend):
-    """The tune is for those who come after."""
+def test_a_background_tune_begins_even_if_its_caller_is_cancelled(real_backend):
+    """The tune is for later callers."""
     running, opened = threading.Event(), threading.Event()
 
     @kernel(op_id="held", configs=[1, 2], heuristic=1)
@@ -440,7 +440,7 @@ def test_a_cancelled_first_caller_leaves_the_background_tune_to_begin(real_backe
 
 @pytest.mark.parametrize("prepares", [False, True], ids=["plain", "with prepare"])
 def test_a_warm_call_does_not_leave_the_loop(real_backend, prepares, monkeypatch):
-    """Neither its run nor a `prepare` that was quick for this signature takes a thread, or any wait."""
+    """Neither its run nor a `prepare` that was quick for this signature uses a thread or waits."""
 
     class Prepared(Scaled):
         def prepare(self, x):
@@ -470,7 +470,7 @@ def test_a_warm_call_does_not_leave_the_loop(real_backend, prepares, monkeypatch
 
 
 def test_a_slow_prepare_stays_in_a_thread(real_backend):
-    """It was slow for this signature, so it is never trusted on the loop."""
+    """A `prepare` that was slow for this signature never runs on the loop."""
     on_loop = []
 
     class Slow(Scaled):
@@ -488,8 +488,8 @@ def test_a_slow_prepare_stays_in_a_thread(real_backend):
     assert on_loop == [False] * 3
 
 
-def test_a_warm_call_follows_what_the_chain_answers(real_backend):
-    """Another config in memory, an override, a closed chain: the fast lane gives way to each."""
+def test_a_warm_call_follows_changes_of_the_chains_answer(real_backend):
+    """The warm path gives way to another config in memory, an override, and a closed chain."""
     op, x = Scaled(), jnp.ones(4)
 
     async def main():
@@ -513,8 +513,8 @@ def test_a_warm_call_follows_what_the_chain_answers(real_backend):
     anyio.run(main, backend=real_backend)
 
 
-def test_a_warm_winner_that_fails_is_got_around(real_backend):
-    """The fast lane's failures are judged as all others are."""
+def test_a_warm_winner_that_fails_is_replaced(real_backend):
+    """Failures on the warm path are handled like all others."""
     broken = threading.Event()
 
     class Breaks(Scaled):

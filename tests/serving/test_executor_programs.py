@@ -1,4 +1,4 @@
-"""Whose program an executor runs, and on which thread: placements, equal kernels, keys without a heuristic."""
+"""The programs that an executor runs, and their threads: placements, equal kernels, keys without a heuristic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Counter(Kernel):
 
 
 class Untraceable(Counter):
-    """Asks for values, so that it runs as it is in any executor."""
+    """Reads the values of its arguments, so that no executor can jit it."""
 
     op_id = "untraceable"
 
@@ -65,15 +65,15 @@ def compiled_in():
 
 
 def placements():
-    """Return arrays that are one key, and for each of which `jit` compiles: on the default device, and committed."""
+    """Return two arrays with one key that `jit` compiles separately: on the default device, and committed."""
     return {"default": jnp.ones(6), "committed": jax.device_put(jnp.ones(6), jax.devices()[0])}
 
 
 @pytest.mark.parametrize("fallback", ["heuristics", "autotune"])
 @pytest.mark.parametrize("first", ["default", "committed"])
 @pytest.mark.parametrize("form", ["plain", "pytree", "keyword", "jitted", "prepared", "own key"])
-def test_an_array_that_is_placed_otherwise_is_not_compiled_for_on_the_loop(compiled_in, fallback, first, form):
-    """A program for arrays on the default device is compiled again for committed ones: in a thread."""
+def test_a_new_placement_of_an_array_is_compiled_in_a_thread(compiled_in, fallback, first, form):
+    """A program for arrays on the default device is compiled again for committed ones."""
 
     class Placed(Kernel):
         op_id = "placed"
@@ -115,13 +115,13 @@ def test_an_array_that_is_placed_otherwise_is_not_compiled_for_on_the_loop(compi
 
 
 # ---------------------------------------------------------------------------------------------
-# Kernels of one class and state, which share what is compiled.
+# Kernels of one class and state, which share their compiled programs.
 
 
 @pytest.mark.parametrize("fallback", ["heuristics", "autotune"])
 @pytest.mark.parametrize(("kind", "jit"), [(Counter, False), (Untraceable, True)])
-def test_a_kernel_that_runs_as_it_is_runs_itself_and_not_its_equal(real_backend, fallback, kind, jit):
-    """Two kernels are equal when they are first seen. What the one does to itself afterwards is its own."""
+def test_a_kernel_that_is_not_jitted_runs_itself_and_not_an_equal_one(real_backend, fallback, kind, jit):
+    """Kernels that were equal when they were first seen may differ after they have run."""
 
     async def main():
         one, other, x = kind(), kind(), jnp.zeros(2)
@@ -140,7 +140,7 @@ def test_a_kernel_that_runs_as_it_is_runs_itself_and_not_its_equal(real_backend,
 
 
 def test_equal_kernels_share_a_compiled_program(real_backend):
-    """A kernel made for every call is not compiled for every call."""
+    """A kernel that is made for every call is compiled once."""
     traced = []
 
     class Made(Kernel):
@@ -166,8 +166,8 @@ def test_equal_kernels_share_a_compiled_program(real_backend):
 # A background tune, and a caller without an answer.
 
 
-def test_a_background_tune_begins_although_its_caller_got_no_config(real_backend):
-    """Without a heuristic the first call fails; the tune it asked for answers the next."""
+def test_a_background_tune_begins_even_if_its_caller_got_no_config(real_backend):
+    """Without a heuristic the first call fails; its tune answers the next one."""
 
     @kernel(op_id="guessless", configs=[2, 2])
     def op(x, *, cfg):
@@ -184,8 +184,8 @@ def test_a_background_tune_begins_although_its_caller_got_no_config(real_backend
     anyio.run(main, backend=real_backend)
 
 
-def test_nowait_takes_the_fast_lane_once_memory_has_its_config(real_backend, monkeypatch):
-    """Its first run was on a heuristic, which then won: from there on nothing is looked up again."""
+def test_nowait_takes_the_warm_path_once_memory_has_its_config(real_backend, monkeypatch):
+    """The first run had the heuristic's config, which then won; later runs need no look-up."""
 
     @kernel(op_id="guessed", configs=[2], heuristic=2)
     def op(x, *, cfg):

@@ -51,7 +51,7 @@ X, Y = jnp.arange(4.0), jnp.full(4, 2.0)
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: jax.jit(jax.jit(f))], ids=["eager", "jit", "jit^2"])
 def test_a_kernel_is_differentiated_by_its_own_vjp(wrap):
-    """A kernel that says how it is differentiated is asked, and autodiff is not."""
+    """A kernel's own gradient takes precedence over autodiff."""
     execute = executor()
     grad = wrap(jax.grad(lambda x, y: execute.nowait(Scale(), x, y).sum(), argnums=(0, 1)))
     dx, dy = grad(X, Y)
@@ -60,7 +60,7 @@ def test_a_kernel_is_differentiated_by_its_own_vjp(wrap):
 
 
 def test_arguments_passed_by_keyword_have_their_gradients():
-    """A call is the same however its arguments are passed."""
+    """A gradient does not depend on how the arguments are passed."""
     execute, kern = executor(), Scale()
     for loss in (
         lambda x, y: execute.nowait(kern, x, y=y).sum(),
@@ -72,7 +72,7 @@ def test_arguments_passed_by_keyword_have_their_gradients():
 
 
 def test_the_gradient_of_a_jitted_function_is_the_kernels_own():
-    """`grad` outside `jit` sees the same rule as `grad` inside it."""
+    """`grad` outside `jit` uses the same rule as `grad` inside it."""
     execute = executor()
     step = jax.jit(lambda x: execute.nowait(Scale(), x, Y).sum())
     np.testing.assert_allclose(jax.grad(step)(X), 100 * Y)
@@ -117,7 +117,7 @@ print("both agree")
 
 @pytest.mark.timeout(90)
 def test_a_gradient_is_taken_within_shard_map():
-    """Each device runs the kernel's rule on its own part; what all devices share gets the sum of their gradients."""
+    """Each device runs the kernel's rule on its own part; replicated arguments get the sum of the gradients."""
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     code = _MAPPED.format(tests=str(Path(__file__).parents[1]))
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
@@ -125,7 +125,7 @@ def test_a_gradient_is_taken_within_shard_map():
 
 
 def test_a_variant_of_the_platform_or_the_context_is_used():
-    """The most specific variant of each method counts, as it does for `run`."""
+    """The most specific variant of each method is used, as for `run`."""
 
     class OnCpu(Scale):
         def vjp_cpu(self, residuals, dy, x, y, *, cfg):
@@ -146,7 +146,7 @@ def test_a_variant_of_the_platform_or_the_context_is_used():
 
 
 class Trees(Kernel):
-    """Takes a dict of weights, an integer index, and no mask; its residuals hold what is not an array."""
+    """Takes a dict of weights, an integer index, and no mask; its residuals are not only arrays."""
 
     op_id = "trees"
 
@@ -170,7 +170,7 @@ class Trees(Kernel):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_residuals_cotangents_and_gradients_are_pytrees(jit):
-    """None is zero, wherever it stands; integers have no gradient; residuals may hold what is not an array."""
+    """None means zero anywhere; integers have no gradient; residuals need not be arrays."""
     execute, kern = executor(), Trees()
     weights = {"a": X, "b": Y}
 
@@ -218,7 +218,7 @@ VJPS = [
 
 @pytest.mark.parametrize("declared", VJPS)
 def test_a_vjp_that_is_declared_with_the_outputs_gets_them(declared):
-    """ejKernel documents `vjp(residuals, y, dy, ...)` and calls `vjp(residuals, dy, ...)`: either works."""
+    """ejKernel documents `vjp(residuals, y, dy, ...)` but calls `vjp(residuals, dy, ...)`: either works."""
 
     class Declared(Scale):
         vjp = declared
@@ -229,7 +229,7 @@ def test_a_vjp_that_is_declared_with_the_outputs_gets_them(declared):
 
 @pytest.mark.parametrize("wrong", [lambda dy: {"x": dy}, lambda dy: (dy,), lambda dy: (dy, dy, dy), lambda dy: None])
 def test_a_vjp_without_a_gradient_for_each_argument_is_refused(wrong):
-    """What is missing is not taken for zero."""
+    """A missing gradient does not count as zero."""
 
     class Wrong(Scale):
         def vjp(self, residuals, dy, x, y, *, cfg):
@@ -253,8 +253,8 @@ def test_one_gradient_for_a_dict_of_arguments_is_refused():
 
 
 @pytest.mark.parametrize("missing", ["fwd_with_residuals", "vjp"])
-def test_half_a_gradient_is_none(missing):
-    """Autodiff differentiates a kernel that has only one of the two methods."""
+def test_one_of_the_two_gradient_methods_is_not_enough(missing):
+    """Autodiff differentiates a kernel that has only one of the methods."""
     half = type("Half", (Scale,), {missing: None})()
     execute = executor()
     np.testing.assert_allclose(jax.grad(lambda x: execute.nowait(half, x, Y).sum())(X), Y)
@@ -320,8 +320,8 @@ class Undifferentiable(Scale):
         return jax.pure_callback(np.multiply, shape, x, y, vmap_method="sequential")
 
 
-def test_what_autodiff_cannot_differentiate_is_measured_backward():
-    """A gradient of its own is all that a kernel needs to be tuned forward and backward."""
+def test_a_kernel_with_its_own_gradient_is_measured_backward_without_autodiff():
+    """Its own gradient is enough to tune it forward and backward."""
 
     async def main():
         policy = AutotunePolicy(validate_backward=True)
@@ -333,15 +333,15 @@ def test_what_autodiff_cannot_differentiate_is_measured_backward():
 
 
 @pytest.mark.anyio
-async def test_awaited_calls_run_as_well():
-    """Outside a trace there is nothing to differentiate, and `run` runs as it is."""
+async def test_awaited_calls_of_a_kernel_with_a_gradient_run():
+    """Outside of a trace there is nothing to differentiate, and `run` is called."""
     execute = executor()
     np.testing.assert_allclose(await execute(Scale(), X, Y), X * Y)
     np.testing.assert_allclose(await execute(Scale(), X, Y), X * Y)
 
 
-def test_a_kernel_that_jax_cannot_trace_runs_as_it_is():
-    """Without a tracer among the arguments the kernel's `run` is called and nothing else."""
+def test_a_kernel_with_a_gradient_that_jax_cannot_trace_runs():
+    """Without tracers among the arguments, only the kernel's `run` is called."""
     seen = []
     out = differentiable(lambda x, *, cfg: seen.append(type(x)) or x, None, None, 1, np.arange(3.0))
     assert seen == [np.ndarray]

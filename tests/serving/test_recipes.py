@@ -1,4 +1,4 @@
-"""The recipes in RECIPES.md run as they stand."""
+"""The recipes in RECIPES.md run unchanged."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BLOCKS = {
 
 
 class Recipes:
-    """Runs blocks by the name in their first line, and notes what their selectors tell."""
+    """Runs blocks by the name in their first line, and records the events of their selectors."""
 
     def __init__(self) -> None:
         self.events = []
         self.tunes_for_real = False
 
     def watched(self, make):
-        """Return a selector class that tells of its events, and measures nothing unless it is to tune for real."""
+        """Return a selector class that records its events, with a scripted measure unless it should really tune."""
 
         def made(**options):
             if not self.tunes_for_real:
@@ -91,7 +91,7 @@ def recipes(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(60)
 def test_a_training_script_traces_with_tuned_configs(recipes, tmp_path, capsys):
-    """Tuned in its first trace, forward and backward; started again, it tunes nothing; and the way of a batch."""
+    """The first trace tunes both passes, and a second start tunes nothing; the batch variant works too."""
     recipes.tunes_for_real = True
     first = recipes.run("train.py")
     recipes.tunes_for_real = False
@@ -108,7 +108,7 @@ def test_a_training_script_traces_with_tuned_configs(recipes, tmp_path, capsys):
 
 
 def test_a_notebook_keeps_its_selector_from_cell_to_cell(recipes):
-    """Until it closes it; a blocking one works in a cell, too, in the middle of the notebook's own loop."""
+    """Until a cell closes it; a blocking selector works too, inside the notebook's own loop."""
     cells = recipes.run_cells("cell 1", "cell 2", "cell 3", "cell 4")
     assert recipes.tuned == ["x=f32[64,64], w=f32[64,64]", "x=f32[128,64], w=f32[64,64]"]
     assert (cells["y"].shape, cells["z"].shape) == ((64, 64), (128, 64))
@@ -116,7 +116,7 @@ def test_a_notebook_keeps_its_selector_from_cell_to_cell(recipes):
 
 @pytest.mark.timeout(60)
 def test_a_service_answers_over_http(recipes):
-    """It is warm before its first request."""
+    """The service is warm before its first request."""
     app = recipes.run("service.py")["app"]
 
     async def ask():
@@ -131,7 +131,7 @@ def test_a_service_answers_over_http(recipes):
 
 @pytest.mark.timeout(60)
 def test_configs_ship_with_a_package(recipes, tmp_path, monkeypatch):
-    """Where nothing was ever tuned, they answer."""
+    """They answer on a machine where nothing was ever tuned."""
     recipes.run("ship.py")
     assert len(recipes.tuned) == 1
     monkeypatch.setenv("ASEL_CACHE_DIR", str(tmp_path / "another machine"))

@@ -77,7 +77,7 @@ def recorded():
 
 
 def test_a_saved_call_comes_back_with_its_key(tmp_path):
-    """Kernel, shapes and static values of every kind: what is loaded is the very call that was recorded."""
+    """A loaded call has the kernel, the shapes and all static values of the recorded one."""
     values = (Act.RELU, jax.nn.relu, float("inf"), b"ab", {1: (2, None)}, jnp.bfloat16, np.dtype("int8"), 1j, "x" * 300)
     keys = {
         record(anything, X, times=2, causal=True),
@@ -104,8 +104,8 @@ def test_a_saved_call_comes_back_with_its_key(tmp_path):
         }.items()
 
 
-def test_the_file_is_read_and_written_by_people(tmp_path):
-    """A line says a call as asel's logs do; only what such text cannot say is spelt out."""
+def test_people_can_read_and_edit_the_file(tmp_path):
+    """A line has the call as asel's logs show it; only values without such a text are encoded."""
     record(anything, X, times=2, causal=True)
     record(anything, X, Act.RELU)
     save_invocations(path := tmp_path / "calls.jsonl")
@@ -122,7 +122,7 @@ def test_the_file_is_read_and_written_by_people(tmp_path):
 
 
 def test_a_call_that_cannot_be_written_is_named(tmp_path):
-    """With the reason; the others are in the file."""
+    """With the reason; the other calls are in the file."""
     record(anything, X)
     record(anything, lambda x: x)
     record(anything, "redis://user:hunter2@host/0")
@@ -132,19 +132,19 @@ def test_a_call_that_cannot_be_written_is_named(tmp_path):
     with pytest.warns(UntunedWarning, match="4 recorded calls were not written to ") as warned:
         written = save_invocations(tmp_path / "calls.jsonl")
     assert len(written.calls) == 1
-    said = str(warned[0].message)
+    message = str(warned[0].message)
     for reason in (
         "args[0] is a function, which has neither a value nor an import path",
-        "args[0] is text with a secret in it",
-        "its kernel, a Sized, has no import path; make it a variable of a module",
+        "args[0] is text that contains a secret",
+        "its kernel, a Sized, has no import path; assign it to a variable of a module",
         "seen under other JAX settings",
     ):
-        assert reason in said
-    assert "hunter2" not in said
+        assert reason in message
+    assert "hunter2" not in message
 
 
 def test_any_text_in_a_call_stays_in_its_line(tmp_path):
-    """JSON leaves line separators as they are, and UTF-8 has no lone surrogates, which some file names come as."""
+    """JSON does not escape line separators, and UTF-8 cannot encode the lone surrogates of some file names."""
     for name in ("a\u2028b", "a\x85b", "\ud800", "plain"):
         record(anything, {name: 1})
     saved = save_invocations(tmp_path / "calls.jsonl")
@@ -154,8 +154,8 @@ def test_any_text_in_a_call_stays_in_its_line(tmp_path):
     assert len(read.calls) == 4
 
 
-def test_a_bad_line_costs_itself_alone(tmp_path, monkeypatch):
-    """And says what is wrong with it."""
+def test_a_bad_line_is_skipped_with_a_reason(tmp_path, monkeypatch):
+    """The other lines are read."""
     here = f"{__name__}:anything"
     lines = [
         {"kernel": "no.such.module:f", "call": ""},
@@ -174,7 +174,7 @@ def test_a_bad_line_costs_itself_alone(tmp_path, monkeypatch):
         read = load_invocations(path)
     assert [call.seen for call in read.calls] == [3]
     assert len(recorded()["anything@v0"]) == 1
-    for said, reason in zip(
+    for skipped, reason in zip(
         read.skipped,
         (
             "line 1: it is not JSON",
@@ -182,16 +182,16 @@ def test_a_bad_line_costs_itself_alone(tmp_path, monkeypatch):
             "line 3: cannot parse the call 'x=q7[8]': at character 3",
             'line 4: it has no arguments: neither "call" nor "args"',
             f"line 5: '{__name__}:X' is of type ShapeDtypeStruct and not a kernel",
-            "line 6: 'subprocess:Popen' is not a dataclass or a named tuple, and nothing else is made",
+            "line 6: 'subprocess:Popen' is not a dataclass or a named tuple",
             "line 7: 'module_that_exits:f' cannot be imported: importing module_that_exits ends the program",
         ),
         strict=True,
     ):
-        assert said.startswith(reason)
+        assert skipped.startswith(reason)
 
 
-def test_another_program_reads_what_a_script_has_saved(tmp_path, monkeypatch):
-    """A module that runs as a program is saved under the name that others import it by."""
+def test_another_program_reads_the_calls_that_a_script_saved(tmp_path, monkeypatch):
+    """A module that runs as a program is saved under the name by which others import it."""
     (tmp_path / "mine.py").write_text(
         "import jax.numpy as jnp\n"
         "from asel import kernel, record_invocation, save_invocations\n"

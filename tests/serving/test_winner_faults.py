@@ -1,4 +1,4 @@
-"""A winner that fails: found out, withdrawn, and tuned again later."""
+"""Winners that fail are detected, withdrawn, and tuned again later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asel import (
 )
 from asel.testing import CapturedTelemetry
 
-# The kernels here count their runs in Python, or return what no jitted function could; test_executor_jit.py has others.
+# These kernels count their runs in Python, or return values that no jitted function can; see also test_executor_jit.py.
 Executor = partial(asel.Executor, jit=False)
 X = H100.array((8, 128))
 
@@ -38,7 +38,7 @@ X = H100.array((8, 128))
 @pytest.mark.parametrize("tier", ["autotune", "persistent", "memory"])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["open", "frozen"])
 async def test_a_winner_that_fails_is_withdrawn_and_the_next_best_answers(tier, is_frozen):
-    """From whichever tier it came. The caller gets its result, and nobody after it meets the failure."""
+    """From any tier. The caller gets its result, and later callers do not meet the failure."""
     place, picky = Removing(), Picky(m3=MemoryError("too large"))
     async with Bench(persistent=place).chain as chain:
         if tier != "autotune":
@@ -61,8 +61,8 @@ async def test_a_winner_that_fails_is_withdrawn_and_the_next_best_answers(tier, 
 
 
 @pytest.mark.anyio
-async def test_a_call_that_is_wrong_withdraws_nothing():
-    """Bad arguments fail with any config, the heuristic's too: the first error is raised, every record stays."""
+async def test_an_invalid_call_withdraws_nothing():
+    """Bad arguments fail with every config, even the heuristic's: the first error is raised, and every record stays."""
     errors = [ValueError("rank 3, expected 2") for _ in range(3)]
     place, picky = Removing(), Picky(m1=errors[0], m2=errors[1], m3=errors[2])
     bench = Bench(persistent=place)
@@ -77,8 +77,8 @@ async def test_a_call_that_is_wrong_withdraws_nothing():
 
 
 @pytest.mark.anyio
-async def test_another_error_proves_nothing_so_the_next_is_tried():
-    """The next best fails for reasons of its own; the third works, and the winner was at fault."""
+async def test_after_another_type_of_error_the_next_config_is_tried():
+    """The next best fails with another error; the third works, so the winner was at fault."""
     bench, picky = Bench(), Picky(m3=MemoryError("too large"), m2=ValueError("not divisible"))
     async with bench.chain as chain:
         assert await Executor(chain)(picky, X) == "ran 1"
@@ -88,8 +88,8 @@ async def test_another_error_proves_nothing_so_the_next_is_tried():
 
 
 @pytest.mark.anyio
-async def test_of_two_that_fail_alike_the_heuristic_is_the_judge():
-    """On an accelerator most errors are of one type: that two configs raise it does not mean the call is wrong."""
+async def test_after_two_errors_of_one_type_the_heuristic_decides():
+    """On an accelerator most errors have the same type, so two of them do not prove that the call is at fault."""
     full = MemoryError("too large")
     bench, picky = Bench(), Picky(m3=full, m2=full)
     async with bench.chain as chain:
@@ -100,7 +100,7 @@ async def test_of_two_that_fail_alike_the_heuristic_is_the_judge():
 
 @pytest.mark.anyio
 async def test_if_the_heuristic_fails_too_the_call_is_at_fault():
-    """Whatever it raises: the heuristic's config is right for every call, or the kernel has none."""
+    """With any error: the heuristic's config should work for every call."""
     bench, picky = Bench(), Picky(m3=MemoryError("too large"), m2=ValueError("a"), m1=TypeError("b"))
     async with bench.chain as chain:
         with pytest.raises(MemoryError, match="too large"):
@@ -110,8 +110,8 @@ async def test_if_the_heuristic_fails_too_the_call_is_at_fault():
 
 
 @pytest.mark.anyio
-async def test_the_heuristic_has_the_last_word_wherever_it_is_in_the_order():
-    """What is slower than the heuristic's config is not asked after it."""
+async def test_the_heuristic_decides_at_any_place_in_the_order():
+    """Configs slower than the heuristic's are not tried after it."""
 
     class Middling(Picky):
         def heuristic_cfg(self, inv):
@@ -125,8 +125,8 @@ async def test_the_heuristic_has_the_last_word_wherever_it_is_in_the_order():
 
 
 @pytest.mark.anyio
-async def test_without_a_report_the_heuristic_is_the_other():
-    """A config that a user put; it goes, and the next call tunes, without it: a guess does not hide a tune."""
+async def test_without_a_report_the_heuristic_runs_in_place_of_the_winner():
+    """A failing config that a user put is withdrawn, and the next call tunes without it."""
     bench, picky = Bench(), Picky(m3=MemoryError("too large"))
     async with bench.chain as chain:
         bench.cache.put(*(await chain.explain(Invocation("picky", (X,), {}), picky)).key, Blocks(3))
@@ -139,7 +139,7 @@ async def test_without_a_report_the_heuristic_is_the_other():
 
 @pytest.mark.anyio
 async def test_without_heuristics_the_heuristic_is_not_run():
-    """The policy holds for what is run in a winner's place, too."""
+    """The policy also applies to the configs that run in a winner's place."""
     bench, picky = Bench(allow={"allow_heuristics": False}), Picky(m3=MemoryError("too large"))
     async with bench.chain as chain:
         bench.cache.put(*(await chain.explain(Invocation("picky", (X,), {}), picky)).key, Blocks(3))
@@ -152,7 +152,7 @@ async def test_without_heuristics_the_heuristic_is_not_run():
 @pytest.mark.anyio
 @pytest.mark.parametrize("tier", ["override", "overlay", "heuristics"])
 async def test_a_config_that_did_not_win_a_tune_is_not_replaced(tier):
-    """It is the caller's own, or the last there is: what it raises is raised."""
+    """It is the caller's own or the heuristic's, so its error is raised."""
     fallback = "heuristics" if tier == "heuristics" else "autotune"
     broken = MemoryError("too large")
     bench, picky = (
@@ -170,7 +170,7 @@ async def test_a_config_that_did_not_win_a_tune_is_not_replaced(tier):
 @pytest.mark.anyio
 @pytest.mark.parametrize("count", [2, 50])
 async def test_concurrent_failures_of_a_winner_cause_one_withdrawal(count):
-    """One event, one record removed; everybody has a result."""
+    """There is one event and one removal, and every caller gets a result."""
     place, picky = Removing(), Picky(m3=MemoryError("too large"))
     bench, results = Bench(persistent=place), []
     everyone = threading.Barrier(2)
@@ -200,7 +200,7 @@ async def test_concurrent_failures_of_a_winner_cause_one_withdrawal(count):
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
 async def test_an_error_that_ends_the_program_is_not_a_failed_winner(kind):
-    """It comes out of its thread as an error, and nothing else is run."""
+    """It is raised from its thread as an error, and no other config runs."""
     bench, picky = Bench(), Picky(m3=kind("enough"))
     async with bench.chain as chain:
         with pytest.raises(RuntimeError, match=f"{kind.__name__}: enough"):
@@ -209,8 +209,8 @@ async def test_an_error_that_ends_the_program_is_not_a_failed_winner(kind):
     assert memory_of(bench) == [Blocks(3)]
 
 
-def test_arguments_that_were_donated_are_not_run_with_again(real_backend):
-    """A winner takes its input's memory and then fails: what it raised is raised, and nothing is withdrawn."""
+def test_donated_arguments_are_not_used_again(real_backend):
+    """A winner consumes its input and then fails: its error is raised, and nothing is withdrawn."""
     eats = jax.jit(lambda x: x + 1, donate_argnums=0)
 
     class Eats(Picky):
@@ -232,8 +232,8 @@ def test_arguments_that_were_donated_are_not_run_with_again(real_backend):
     assert memory_of(bench) == [Blocks(3)]
 
 
-def test_over_real_files_the_next_process_runs_what_works(tmp_path, real_backend):
-    """The record of what failed is gone, that of what worked is there."""
+def test_over_real_files_the_next_process_runs_the_config_that_worked(tmp_path, real_backend):
+    """The failed config's record is replaced by one of the config that worked."""
     picky = Picky(m3=MemoryError("too large"))
 
     benches = [Bench(persistent=directory(tmp_path), costs=QUICK) for _ in range(2)]
@@ -249,8 +249,8 @@ def test_over_real_files_the_next_process_runs_what_works(tmp_path, real_backend
     assert [event.level for event in benches[1].sink.named("cache_hit")] == ["persistent"]
 
 
-def test_a_winner_that_does_not_fit_another_shape_of_its_bucket_is_got_around(real_backend):
-    """Tuned at 128 rows and asked for 96: blocks of 64 do not divide them, the next best does (burn#5352)."""
+def test_a_winner_that_does_not_fit_a_shape_of_its_bucket_is_replaced(real_backend):
+    """Tuned at 128 rows, called with 96: blocks of 64 do not divide them, the next best does (burn#5352)."""
 
     class Bucketed(Picky):
         buckets = {"x.shape[0]": powers_of_two(64, 256)}
@@ -279,8 +279,8 @@ def test_a_winner_that_does_not_fit_another_shape_of_its_bucket_is_got_around(re
 
 
 @pytest.mark.anyio
-async def test_a_chain_that_closes_meanwhile_costs_no_caller_its_result():
-    """The winner fails, the chain is closed, and what ran in its place is returned all the same."""
+async def test_a_caller_gets_its_result_even_if_the_chain_closes():
+    """The winner fails, the chain is closed, and the result of the other config is returned."""
     place = Removing()
     bench = Bench(persistent=place)
 
@@ -296,7 +296,7 @@ async def test_a_chain_that_closes_meanwhile_costs_no_caller_its_result():
 
 
 @pytest.mark.anyio
-async def test_a_sink_that_raises_costs_no_caller_its_result():
+async def test_a_caller_gets_its_result_even_if_a_sink_raises():
     """Telemetry never breaks a call."""
 
     def on_event(event):
@@ -308,7 +308,7 @@ async def test_a_sink_that_raises_costs_no_caller_its_result():
 
 
 def test_a_withdrawal_is_in_the_trace_of_its_request(real_backend):
-    """The winner's failure is an error under the request, beside the choice that led to it."""
+    """The failure is an error span under the request, next to the span of the choice."""
     captured = CapturedTelemetry()
     cache = ConfigCache()
 
@@ -334,7 +334,7 @@ def test_a_withdrawal_is_in_the_trace_of_its_request(real_backend):
 
 @pytest.mark.anyio
 async def test_a_winner_that_works_when_run_again_is_not_withdrawn():
-    """One error proves nothing: another config worked, and so does the winner now."""
+    """Its first error was temporary, as the second run shows."""
     place = Removing()
     bench = Bench(persistent=place)
 
@@ -356,7 +356,7 @@ async def test_a_winner_that_works_when_run_again_is_not_withdrawn():
 @pytest.mark.anyio
 @pytest.mark.parametrize("seed", range(5))
 async def test_random_errors_never_withdraw_a_winner_permanently(seed):
-    """3% of 400 calls raise, whatever the config. A winner that failed twice by chance is tuned again later."""
+    """3% of 400 calls raise with any config. A winner that failed twice by chance is tuned again later."""
     chance = random.Random(seed)
 
     class Unlucky(Picky):
@@ -399,7 +399,7 @@ async def test_a_withdrawn_config_is_tuned_again_after_a_while():
 
 @pytest.mark.anyio
 async def test_a_caller_that_cannot_wait_has_a_withdrawn_config_tuned_again_too():
-    """Otherwise a service that only asks while JAX traces would never have its winner again."""
+    """Otherwise a service that only calls while JAX traces would never use its winner again."""
     picky = Picky(m3=MemoryError("too large"))
     bench = Bench()
     bench.cache.quarantine.clock = anyio.current_time
@@ -415,8 +415,8 @@ async def test_a_caller_that_cannot_wait_has_a_withdrawn_config_tuned_again_too(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("first", ["a caller who may not tune", "a chain that is not open"])
-async def test_a_call_that_may_not_retune_a_withdrawn_config_leaves_it_to_another(first):
-    """That it is due is not forgotten."""
+async def test_a_call_that_may_not_tune_leaves_a_due_retune_to_another(first):
+    """The retune stays due."""
     picky = Picky(m3=MemoryError("too large"))
     bench = Bench()
     bench.cache.quarantine.clock = anyio.current_time

@@ -1,1 +1,1 @@
-"""What tests share: kernels, servers, fleets, hostile candidates."""
+"""Helpers that tests share: kernels, servers, fleets, hostile candidates."""

@@ -1,4 +1,4 @@
-"""A real browser: Debian's Chromium, driven by Selenium, with nothing but what is on this machine."""
+"""A real browser: Debian's Chromium, driven by Selenium; nothing is downloaded."""
 
 from __future__ import annotations
 

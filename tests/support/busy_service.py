@@ -1,7 +1,7 @@
-"""A service in which everything happens that the dashboard shows: `cd tests; python -m support.busy_service`.
+"""A service that exercises everything on the dashboard: `cd tests; python -m support.busy_service`.
 
-Chains with real kernels on this machine's CPU, over a real directory and a real Redis, told by asel's own sinks
-through OpenTelemetry's SDK. It prints what Prometheus would find there, in the end.
+It has chains with real kernels on this machine's CPU, over a real directory and a real Redis. asel's own sinks export
+its telemetry through OpenTelemetry's SDK. At the end it prints the metrics that Prometheus would scrape.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def attend(queries: int) -> tuple[Invocation[Any, Any], ChunkedAttention]:
 def set_up() -> tuple[CollectorRegistry, InMemorySpanExporter]:
     """Set up the SDK as an application does; return where its measurements can be scraped, and its spans found.
 
-    Labels are those the collector leaves: none of the instrumentation scope.
+    As behind the collector, there are no labels of the instrumentation scope.
     """
     registry, spans = CollectorRegistry(), InMemorySpanExporter()
     reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
@@ -75,7 +75,7 @@ async def work() -> None:
 
 
 async def tune_for_a_crowd(store: PersistentCache[Any]) -> None:
-    """Tune some keys for many callers, one of whom leaves, and another key for a caller who cannot wait."""
+    """Tune some keys for many callers, one of which is cancelled, and another key for a caller that cannot wait."""
     async with chain(persistent=store) as selector, anyio.create_task_group() as callers:
         for rows in (256, 512):
             for _ in range(CALLERS):
@@ -90,13 +90,13 @@ async def tune_for_a_crowd(store: PersistentCache[Any]) -> None:
 
 
 async def restart(store: PersistentCache[Any]) -> None:
-    """Find in the store what was tuned before."""
+    """Find the earlier configs in the store."""
     async with ConfigSelectorChain[Any, Any](ConfigCache(), persistent=store) as selector:
         await selector.choose(*multiply(512))
 
 
 async def fail() -> None:
-    """Tune what has no candidate that works: it runs on its heuristic, and without one it raises."""
+    """Tune calls without a working candidate: one runs on its heuristic, one without a heuristic raises."""
     only_96_rows_at_a_time = 90
     async with chain() as selector:
         await selector.choose(*multiply(only_96_rows_at_a_time))
@@ -108,7 +108,7 @@ async def fail() -> None:
 
 
 async def lose_the_store(redis: RedisServer) -> None:
-    """Ask, without waiting, for what a Redis that hangs may know: the loop queues, and is disappointed."""
+    """Make calls that cannot wait over a Redis that hangs, so that the queued reads fail."""
     policy = AutotunePolicy(cache_miss_fallback="heuristics")
     store = PersistentCache[Any]("demo", redis.url())
     async with chain(policy, persistent=store, store_timeout_s=STORE_TIMEOUT_S, close_grace_s=0.0) as selector:
@@ -120,7 +120,7 @@ async def lose_the_store(redis: RedisServer) -> None:
 
 
 async def shed() -> None:
-    """Answer faster than can be told."""
+    """Emit events faster than they can be exported."""
     narrow = Pipeline(ceiling=64)
     async with chain(sinks=[DeferredSinks(default_sinks(), narrow)]) as selector:
         with trace.get_tracer("busy").start_as_current_span("a request"):

@@ -1,7 +1,7 @@
-"""Writers that are killed: `cd tests; python -m support.crashes LOCATION --kills 5000` for as long as you like.
+"""Writers that are killed: `cd tests; python -m support.crashes LOCATION --kills 5000` for a long run.
 
-A process that has loaded everything forks a writer, which puts records one after the other and says so
-after each; somewhere in between it is killed with `kill -9`. What it has said must be there.
+A process that has loaded everything forks a writer, which puts one record after another and acknowledges each. At some
+moment it is killed with `kill -9`. Every acknowledged record must be in the store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def record(number: int) -> Record:
 
 
 def write(location: str, first: int) -> None:
-    """Put records for ever, and say each number once it is acknowledged."""
+    """Put records forever, and print the number of each once it is stored."""
 
     async def puts() -> None:
         store = open_store(location)
@@ -53,7 +53,7 @@ def fork_writers(location: str) -> None:
 
 
 def kill_writers(location: str, kills: int, seed: int = 0) -> tuple[set[int], list[Record]]:
-    """Return what was acknowledged by writers that were killed, and what is there afterwards."""
+    """Return the records that killed writers acknowledged, and the records in the store afterwards."""
     chance, acknowledged, first = random.Random(seed), set(), 0
     command = [sys.executable, "-m", "support.crashes", location]
     with subprocess.Popen(command, cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forker:
@@ -90,7 +90,7 @@ def kill_writers(location: str, kills: int, seed: int = 0) -> tuple[set[int], li
 
 
 def half_written(location: str) -> list[Path]:
-    """Return what killed writers left of a directory or a document."""
+    """Return the half-written files of killed writers."""
     path = Path(location)
     return [*path.rglob(".tmp-*"), *path.parent.glob(f".{path.name}.tmp*")]
 

@@ -1,7 +1,7 @@
 """Two processes that tune on one device: `python -m support.device_users BACKEND ISOLATION LOG` is one of them.
 
-It says `ready`; tunes at `tune` and says `tuned`; at `hold` it takes the device for good and says `held`. Each run of a
-candidate is noted in the log, with when it began and ended, in whichever process it ran.
+It prints `ready`; on `tune` it tunes and prints `tuned`; on `hold` it takes the device, keeps it and prints `held`.
+Each run of a candidate is a line of the log, with its beginning, its end and its process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.paths import TESTS
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """When a candidate ran, on a clock that all processes share, and for which process."""
+    """The time in which a candidate ran, on a clock that all processes share, and the process."""
 
     start_ns: int
     end_ns: int
@@ -55,7 +55,7 @@ def runs(log: Path) -> list[Run]:
 
 
 def run_as_it_is(x: object, *, log: str, user: str, sleep_s: float) -> object:
-    """Run for a while; JAX cannot trace this, so each sample is one run of it."""
+    """Run for a while. JAX cannot trace this, so each sample is one run."""
     np.asarray(x)
     start = time.monotonic_ns()
     time.sleep(sleep_s)

@@ -1,9 +1,8 @@
 """Processes of a fleet: `python -m support.fleet SOCKET` forks one for each connection. Each tunes the key it is
 asked for, again and again.
 
-It says `ready`, and answers each line of its input, which is an `Order`: it prints `measuring` for each sample it
-takes and its answer in the end, and logs who measured, so that a test can count the tunes of a whole fleet.
-`Fleet` is the test's side of it.
+It prints `ready`. Each line of its input is an `Order`: it prints `measuring` for each sample and then its answer, and
+logs the process of each tune, so that a test can count the tunes of a whole fleet. `Fleet` is the test's side.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from support.paths import TESTS
 
 @dataclass
 class Order:
-    """What a process of the fleet is to do."""
+    """A command for one process of the fleet."""
 
     location: str
     log: str
@@ -54,7 +53,7 @@ class Order:
 
 @dataclass
 class Answer:
-    """What one process of the fleet says in the end."""
+    """The answer of one process of the fleet."""
 
     cfg: dict
     tier: str
@@ -62,7 +61,7 @@ class Answer:
 
 
 class _Forker:
-    """A process that has loaded JAX, and forks the members of fleets: each is there at once."""
+    """A process that has loaded JAX and forks the members of fleets, so that they start quickly."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -144,7 +143,7 @@ class Fleet:
 
 
 def answers(members: Iterable[Member], order: Order) -> list[Answer]:
-    """Let all of them go at once and return what they say."""
+    """Give all members their orders at the same moment, and return their answers."""
     members = list(members)
     for member in members:
         member.go(order)
@@ -152,7 +151,7 @@ def answers(members: Iterable[Member], order: Order) -> list[Answer]:
 
 
 def fork_members(address: str) -> None:
-    """Fork a member for each connection, which is its standard input and output."""
+    """Fork a member for each connection, which becomes its standard input and output."""
     import coredis  # noqa: F401 - what members need, once for all of them
     import jax  # noqa: F401
     import trio  # noqa: F401

@@ -26,7 +26,7 @@ def _leave(_):
 
 
 class Hostile(Kernel):
-    """The config decides what happens, while it is traced or while it runs."""
+    """Its config decides which harm it does, while it is traced or while it runs."""
 
     op_id = "hostile"
     configs = ("slow", "fast")
@@ -120,7 +120,7 @@ def _start_slowly(_):
 
 
 def slow_start(x, *, cfg):
-    """Is slow the first time in each process."""
+    """Is slow in its first run in each process."""
     return x + jax.pure_callback(_start_slowly, jax.ShapeDtypeStruct((), np.float32), x[0])
 
 
@@ -149,5 +149,5 @@ class SelfWrapped(Mapped):
 
 @kernel(op_id="checked", configs=[1, 2], heuristic=1)
 def different(x, *, cfg):
-    """Computes something else with each config."""
+    """Computes a different result with each config."""
     return x * cfg

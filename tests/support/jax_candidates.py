@@ -1,4 +1,4 @@
-"""Candidates that JAX really compiles and runs."""
+"""Candidates that JAX compiles and runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """JAX's coordination service, with a client for each rank of a program: in this process, or in processes of their own.
 
-`python -m support.jax_cluster RANK RANKS ADDRESS` is one rank. It prints what it was answered at each point.
+`python -m support.jax_cluster RANK RANKS ADDRESS` is one rank. It prints its answer at each point.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.kernels import Bench, Blocks, Toy, call
 
 @contextmanager
 def coordination_service(ranks: int = 1):
-    """Have a service, and give the clients of all ranks."""
+    """Run a service, and yield the clients of all ranks."""
     from jaxlib import _jax
 
     from support.redis_server import free_port
@@ -36,7 +36,7 @@ def coordination_service(ranks: int = 1):
 
 
 def costs_of(rank: int) -> dict[Blocks, float]:
-    """What each config takes on a rank: left alone, each rank would choose another."""
+    """Return the cost of each config on a rank; by itself, each rank would choose another config."""
     return {Blocks(m): 0.001 if m == 2 + rank else 0.003 for m in (1, 2, 3)}
 
 
@@ -45,7 +45,7 @@ def bench_of(rank: int, store, **options) -> Bench:
 
 
 async def run_rank(rank: int, ranks: int) -> None:
-    """Select at the same points as the other ranks do, the last rank after the first has an answer."""
+    """Select at the same points as the other ranks; the last rank starts after the first has an answer."""
     from jax._src import distributed
 
     def meet(point: str) -> None:

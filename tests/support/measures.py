@@ -1,4 +1,4 @@
-"""Scripted measures that also watch, lower, compute or recognise equal programs."""
+"""Scripted measures that also count steps, lower, compute, or recognise equal programs."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Scripted(Near):
 
 
 async def until_nothing_is_kept(worker: Near) -> None:
-    """Send requests until the worker has forgotten everything, which the releasing thread decides."""
+    """Send requests until the worker has released everything, which a thread of its own does."""
     with anyio.fail_after(5):
         while worker.there._candidates or worker.there._arguments:
             await worker.ask("hello", 0)

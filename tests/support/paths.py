@@ -1,4 +1,4 @@
-"""Where the tests and the checkout are."""
+"""The paths of the tests and of the checkout."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ QUOTED = "hunter2%2F%3F%23%40%3A%25"
 
 @asynccontextmanager
 async def within(seconds: float):
-    """What is inside takes no longer than this."""
+    """Assert that the block takes no longer than this."""
     began = time.monotonic()
     yield
     assert time.monotonic() - began < seconds
@@ -33,7 +33,7 @@ def calls(client) -> dict[str, int]:
 
 
 def every_word(error: BaseException | None) -> str:
-    """All that a log could show of an error: its causes and contexts, hidden or not."""
+    """Return all text of an error that a log could show, with its causes and contexts."""
     words = []
     while error is not None:
         words += [str(error), repr(error), "".join(traceback.format_exception(error))]
@@ -43,7 +43,7 @@ def every_word(error: BaseException | None) -> str:
 
 
 async def every_operation_fails(store: RedisStore, seconds: float) -> list[StoreError]:
-    """Each operation raises StoreError in time."""
+    """Assert that each operation raises StoreError in time."""
 
     async def claim(wait_s: float) -> None:
         async with store.claim(ADDRESS, wait_s=wait_s):
@@ -74,7 +74,7 @@ async def every_operation_fails(store: RedisStore, seconds: float) -> list[Store
 
 
 async def works(store: RedisStore) -> None:
-    """Each operation does what it should."""
+    """Assert that each operation works."""
     await store.delete(ADDRESS)
     assert await store.put(record()) == record()
     assert await store.get(ADDRESS) == record()

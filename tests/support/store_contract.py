@@ -1,6 +1,6 @@
-"""The laws every store keeps, whatever it is made of.
+"""The laws that every store keeps.
 
-A law is an async function of `make_store`, which gives another handle on the same empty place each time it is
+A law is an async function of `make_store`, which returns another handle on the same empty store each time it is
 called, as another process would have. A store's test runs `LAWS` over its own factory, in real time:
 
     @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -45,7 +45,7 @@ def record(cfg=1, *, key=KEY, checksum="c1", environment=None, writer="w1") -> R
 
 
 def flips(text: bytes):
-    """Give a text with each of its bits flipped in turn."""
+    """Yield a text with each of its bits flipped in turn."""
     for place in range(len(text)):
         for bit in range(8):
             yield text[:place] + bytes([text[place] ^ 1 << bit]) + text[place + 1 :]
@@ -57,7 +57,7 @@ async def everything(store: Store, key: CacheKey | None = None) -> list[Record]:
 
 @law
 async def an_empty_store_has_no_records(make_store: MakeStore) -> None:
-    """An empty store answers, and has nothing."""
+    """An empty store answers that it has no records."""
     store = make_store()
     assert await store.get(record().address) is None
     assert await everything(store) == []
@@ -75,7 +75,7 @@ async def records_come_back_equal(make_store: MakeStore) -> None:
 
 @law
 async def the_first_writer_wins_and_the_loser_adopts(make_store: MakeStore) -> None:
-    """A second put changes nothing, and returns what is there."""
+    """A second put changes nothing, and returns the first record."""
     first, second = record(1), record(2, writer="w2")
     store = make_store()
     await store.put(first)
@@ -85,7 +85,7 @@ async def the_first_writer_wins_and_the_loser_adopts(make_store: MakeStore) -> N
 
 @law
 async def replace_replaces(make_store: MakeStore) -> None:
-    """A retune's record takes the place of the old one."""
+    """A retune's record replaces the old one."""
     store = make_store()
     await store.put(record(1))
     assert await store.put(record(2), replace=True) == record(2)
@@ -95,7 +95,7 @@ async def replace_replaces(make_store: MakeStore) -> None:
 
 @law
 async def delete_takes_only_what_is_expected(make_store: MakeStore) -> None:
-    """Withdrawal compares before it deletes."""
+    """Only a record with the expected config is deleted."""
     store = make_store()
     await store.put(record(1))
     assert not await store.delete(record().address, expected=record(2))
@@ -110,7 +110,7 @@ async def delete_takes_only_what_is_expected(make_store: MakeStore) -> None:
 
 @law
 async def addresses_are_kept_apart(make_store: MakeStore) -> None:
-    """Another checksum or environment is another record, and all of one key are found by it."""
+    """Each checksum and environment has its own record, and a key finds all of them."""
     store, other = make_store(), KEY._replace(call_key="f32[9,9]")
     mine = [record(1), record(2, checksum="c2"), record(3, environment={"jax": "1"}), record(4, environment={})]
     theirs = [record(5, key=other)]
@@ -138,7 +138,7 @@ async def a_scan_gives_every_record_as_a_line(make_store: MakeStore) -> None:
 
 @law
 async def any_text_is_a_key(make_store: MakeStore) -> None:
-    """Names are safe whatever is in them."""
+    """Names may contain any characters."""
     store = make_store()
     texts = ["", "..", "/", "a/../b", "*", "?[x]", "\0", "ü" * 500, "{x}", "a b\r\nc", "CON"]
     kept = [record(text, key=CacheKey(text, text, text)) for text in texts]
@@ -150,7 +150,7 @@ async def any_text_is_a_key(make_store: MakeStore) -> None:
 
 @law
 async def an_unstorable_config_changes_nothing(make_store: MakeStore) -> None:
-    """A config without a place in JSON is the caller's error, and the store stays as it was."""
+    """A config that JSON cannot represent is the caller's error, and the store is unchanged."""
     store = make_store()
     with pytest.raises(InvalidRequestError, match="cannot be stored"):
         await store.put(record(math.nan))
@@ -160,7 +160,7 @@ async def an_unstorable_config_changes_nothing(make_store: MakeStore) -> None:
 
 @law
 async def many_putters_have_one_winner(make_store: MakeStore) -> None:
-    """Of fifty at once one is stored, and all fifty are told which."""
+    """Of fifty concurrent records one is stored, and all fifty callers get it."""
     stores, told = [make_store() for _ in range(5)], []
 
     async def put(number: int) -> None:
@@ -199,7 +199,7 @@ async def waiters_give_up_after_wait_s(make_store: MakeStore) -> None:
 
 @law
 async def waiters_get_the_record(make_store: MakeStore) -> None:
-    """The record that makes a claim pointless ends the wait for it, before the claim is given back."""
+    """A record ends the wait for the claim on its address, before the claim is released."""
     address, heard = record().address, anyio.Event()
 
     async def wait() -> None:
@@ -217,7 +217,7 @@ async def waiters_get_the_record(make_store: MakeStore) -> None:
 
 @law
 async def a_claim_given_back_is_taken_by_one_who_waits(make_store: MakeStore) -> None:
-    """Without a record the next one holds it; every waiter gets its turn."""
+    """Without a record, the claim passes to the next waiter; every waiter gets its turn."""
     address, holding, most = record().address, 0, 0
 
     async def hold() -> None:
@@ -238,7 +238,7 @@ async def a_claim_given_back_is_taken_by_one_who_waits(make_store: MakeStore) ->
 
 @law
 async def the_holder_sees_what_is_there(make_store: MakeStore) -> None:
-    """A claim won after the record was stored comes with it."""
+    """A claim that is acquired after the record was stored comes with that record."""
     store = make_store()
     await store.put(record(1))
     async with store.claim(record().address) as claim:
@@ -247,7 +247,7 @@ async def the_holder_sees_what_is_there(make_store: MakeStore) -> None:
 
 @law
 async def a_claim_ends_with_its_block_however_that_ends(make_store: MakeStore) -> None:
-    """An error leaves as it is, a cancellation is not delayed, and both give the claim back."""
+    """An error is raised unchanged, a cancellation is not delayed, and both release the claim."""
     address, store = record().address, make_store()
     with pytest.raises(ZeroDivisionError):
         async with store.claim(address):
@@ -264,7 +264,7 @@ async def a_claim_ends_with_its_block_however_that_ends(make_store: MakeStore) -
 
 @law
 async def a_cancelled_waiter_leaves_nothing_behind(make_store: MakeStore) -> None:
-    """Whoever stops waiting neither holds the claim nor keeps others from it."""
+    """A cancelled waiter neither holds the claim nor keeps others from it."""
     address, store = record().address, make_store()
     async with store.claim(address):
         with anyio.move_on_after(0.1):
@@ -286,5 +286,5 @@ async def a_held_claim_may_replace(make_store: MakeStore) -> None:
 
 @law
 async def it_says_where_it_is(make_store: MakeStore) -> None:
-    """People can read where the records are."""
+    """Its location is readable."""
     assert make_store().location

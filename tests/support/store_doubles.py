@@ -1,4 +1,4 @@
-"""Stores in memory, for selectors under test: one that does as it is told, and the simplest that asel accepts."""
+"""Stores in memory for selectors under test: a scripted one, and the simplest ones that asel accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.kernels import Bench, Blocks
 
 
 class Place(ConfigStoreDefaults):
-    """A `ConfigStore` in memory. Operations named in `broken` fail, those in `hung` never answer."""
+    """A `ConfigStore` in memory. Operations named in `broken` fail, and those in `hung` never return."""
 
     has_claims = True
 
@@ -111,7 +111,7 @@ class DictStore:
 
 
 class GetPut:
-    """A cache as users know it: get and put, no checksums."""
+    """A simple cache of a user's: get and put, no checksums."""
 
     def __init__(self) -> None:
         self.data = {}
@@ -124,7 +124,7 @@ class GetPut:
 
 
 class Removing(Place):
-    """A place that can also remove what it keeps."""
+    """A store that can also remove records."""
 
     can_withdraw = True
 

@@ -1,4 +1,4 @@
-"""A tokamax op that has configs to choose among on any platform, as tokamax's own have on their accelerators."""
+"""A tokamax op with configs for every platform; tokamax's own ops have them only for accelerators."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Rows that are scaled at a time."""
+    """The number of rows in a block."""
 
     rows: pydantic.PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockedScale(tokamax.Op[Any, jax.Array, None, Rows, Any]):
-    """Multiplies a matrix by a number, block of rows by block of rows."""
+    """Multiplies a matrix by a number, one block of rows after the other."""
 
     config_cls: ClassVar[type[Rows]] = Rows
     supports_batched_args_capture: ClassVar[bool] = False
@@ -39,7 +39,7 @@ class BlockedScale(tokamax.Op[Any, jax.Array, None, Rows, Any]):
 
 
 class GpuScale(BlockedScale):
-    """The same, for GPUs alone, as most of tokamax's own ops are."""
+    """The same for GPUs only, like most of tokamax's own ops."""
 
     def supported_on(self, device: jax.Device) -> bool:
         return device.platform == "gpu"

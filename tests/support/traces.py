@@ -28,7 +28,7 @@ def outlines(captured: CapturedTelemetry) -> list[str]:
 
 
 class Store:
-    """A store in memory, whose answers take `seconds`."""
+    """A store in memory; each of its answers takes `seconds`."""
 
     def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
         self.kept: dict = {}

@@ -1,7 +1,7 @@
-"""A service as its users would write one: `cd tests; uvicorn --workers 2 support.web_service:app`.
+"""A service as a user would write it: `cd tests; uvicorn --workers 2 support.web_service:app`.
 
-`POST /scale/{rows}` runs a kernel on `rows` rows, and answers which tier its config came from; `POST /search/{rows}`
-one with a tune that takes long. Tunes happen in the background, over a store that its workers share. Each tune that
+`POST /scale/{rows}` runs a kernel on `rows` rows, and returns the tier of its config. `POST /search/{rows}` runs one
+with a long tune. Tunes happen in the background, over a store that its workers share. Each tune that
 begins or ends is a line of `ASEL_SERVICE_LOG`. `WebService` is the test's side of it.
 """
 
@@ -93,7 +93,7 @@ class WebService:
             self.started()
 
     def started(self) -> None:
-        """Return once one more worker serves, its process id noted: their lines come in any order."""
+        """Wait until one more worker serves, and record its process id; workers start in any order."""
         for line in self.process.stderr:
             if "Started server process" in line:
                 self.workers.append(int(line.partition("[")[2].partition("]")[0]))
@@ -107,12 +107,12 @@ class WebService:
         return Counter(line.split(maxsplit=2)[2] for line in lines if line.startswith(what))
 
     def tuners(self, call: str) -> list[int]:
-        """Return the workers that began to tune a call."""
+        """Return the workers that began a tune of a call."""
         lines = [line.split(maxsplit=2) for line in self.log.read_text().splitlines()]
         return [int(worker) for what, worker, tuned in lines if what == "began" and tuned == call]
 
     def terminate(self) -> tuple[int, str]:
-        """Ask it to end as an orchestrator does; return its exit code and what it said."""
+        """Terminate it as an orchestrator does; return its exit code and its output."""
         self.process.send_signal(signal.SIGTERM)
         _, said = self.process.communicate(timeout=60)
         return self.process.returncode, said
