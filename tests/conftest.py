@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 
 import hypothesis  # noqa: F401 - it looks for who refers to what trio gives it, and would not see those that are frozen
 import jax  # as any program that asks for configs has done: the event loop does not import it
@@ -17,6 +18,9 @@ from asel.testing import virtual_backend
 TypeAdapter(int)
 # Importing ejKernel turns JAX's cache of compiled programs on, for the whole process and from one run to the next.
 jax.config.update("jax_enable_compilation_cache", False)
+# Shells start background commands with Ctrl-C ignored, and their children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish():
