@@ -82,8 +82,9 @@ class WebService:
         self.socket.unlink(missing_ok=True)
         command = [sys.executable, "-m", "uvicorn", "--factory", "support.web_service:make_app"]
         command += ["--uds", str(self.socket), "--workers", str(workers), "--timeout-graceful-shutdown", "5"]
-        # On a busy machine a worker that compiles may be late with its pong, and would be replaced.
-        command += ["--no-access-log", "--timeout-worker-healthcheck", "60"]
+        # On a busy machine a worker that compiles may be late with its pong, and would be replaced. uvicorn waits as
+        # long for a worker that is killed between ping and pong, and handles no signal meanwhile.
+        command += ["--no-access-log", "--timeout-worker-healthcheck", "15"]
         environment = {**os.environ, STORE: str(folder / "store"), LOG: str(self.log), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             command, cwd=TESTS, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
