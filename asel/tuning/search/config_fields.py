@@ -158,7 +158,7 @@ def _levels(values: Sequence[Any]) -> tuple[list[Any], Codes]:
 
 def _size(values: Numbers) -> Numbers:
     """Return the scale on which a field's values are compared: logarithms for sizes, else the values."""
-    low, high = values.min(), values.max()
+    low, high = np.min(values), np.max(values)
     if low > 0 and high >= _LOGARITHMIC_SPAN * low:
         return np.log2(values)
     if low == 0 and high >= 2 * _LOGARITHMIC_SPAN:
@@ -178,6 +178,6 @@ def _alignment(levels: Sequence[Any]) -> Numbers | None:
 
 
 def _scaled(values: Numbers) -> Numbers:
-    low, high = values.min(), values.max()
+    low, high = np.min(values), np.max(values)
     scaled: Numbers = (values - low) / (high - low) if high > low else np.zeros_like(values)
     return scaled
