@@ -385,6 +385,7 @@ def test_each_event_loop_has_workers_of_its_own(monkeypatch):
     assert len(set(ended)) == 2
 
 
+@pytest.mark.timeout(60)  # two workers load JAX, one after the other
 @pytest.mark.parametrize("real_backend", ["trio"])  # seconds of real spinning, which do not depend on the backend
 def test_waiting_for_another_tunes_worker_is_free(real_backend, monkeypatch):
     """Two tunes share a worker: while a candidate of one spins, those of the other wait without timing out."""
@@ -403,13 +404,14 @@ def test_waiting_for_another_tunes_worker_is_free(real_backend, monkeypatch):
 
             def start_the_other(event) -> None:
                 if event.name == "candidate_start" and event.index == 2:
-                    tasks.start_soon(tune_one, "patient", 1.5, ("slow", "print", "fast"))
+                    # Longer than a busy machine takes to start a worker, and shorter than the other's candidate spins.
+                    tasks.start_soon(tune_one, "patient", 3.5, ("slow", "print", "fast"))
 
-            await tune_one("hung", 2.5, ("slow", "spin while running", "fast"), start_the_other)
+            await tune_one("hung", 5.0, ("slow", "spin while running", "fast"), start_the_other)
 
     anyio.run(main, backend=real_backend)
     assert [type(o) for o in reports["patient"].outcomes] == [Measured] * 3, reports["patient"].outcomes
-    assert reports["patient"].seconds > 1.5, "it did have to wait"
+    assert reports["patient"].seconds > 3.5, "it waited for longer than a candidate may take"
     assert [type(o) for o in reports["hung"].outcomes] == [Measured, Failed, Measured]
 
 
